@@ -1,0 +1,124 @@
+"""Runs one stage at a time as Prefect asks for it: skips, restores, runs, records, or says why not."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+
+from flows.child import Children
+from flows.dag import Dag, Stage
+from flows.machine import Machine
+from flows.progress import Progress, log_name
+from tasks import layout
+from tasks.errors import Fault
+from tasks.files import write_json
+
+How = Literal["done", "restored", "up to date", "failed", "skipped"]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a stage ended, with the reason if it failed or was skipped."""
+
+    stage: str
+    how: How
+    reason: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.how not in ("failed", "skipped")
+
+
+@dataclass
+class Driver:
+    """The state of one run over a Dag; `stage` may be called from several threads.
+
+    `stale` is what was found at the start; `forced` stages run even if their files are the same.
+    """
+
+    dag: Dag
+    console: Console
+    stale: set[str]
+    forced: frozenset[str] = frozenset()
+    flow_run: str | None = None
+    ended: dict[str, Ended] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        cores = os.cpu_count() or 1
+        self.children = Children({"ENGINESMITH_FLOW_RUN": self.flow_run or ""})
+        self.progress = Progress(self.console, len(self.dag.stages), self.children)
+        self._machine = Machine(cores)
+        self._lock = threading.Lock()
+
+    def stage(self, name: str) -> Ended:
+        """Bring one stage up to date, after those it needs; never raises for a failing step."""
+        stage = self.dag.stages[name]
+        before = [self.ended[n] for n in stage.needs]
+        broken = [e for e in before if not e.ok]
+        if broken and not stage.fan_in:
+            ended = Ended(name, "skipped", f"{broken[0].stage} {broken[0].how}")
+        elif not self._has_to_run(stage, before):
+            ended = Ended(name, "up to date")
+        elif not stage.fan_in and self.dag.restore(name):
+            ended = Ended(name, "restored")
+        else:
+            return self._finish(self._run(stage))
+        return self._finish(ended)
+
+    def failed(self) -> list[Ended]:
+        """Stages that failed of themselves, in order."""
+        return [self.ended[n] for n in self.dag.stages if n in self.ended and self.ended[n].how == "failed"]
+
+    def _has_to_run(self, stage: Stage, before: list[Ended]) -> bool:
+        if stage.name in self.stale or stage.name in self.forced:
+            return True
+        return any(e.how != "up to date" for e in before) and (stage.fan_in or self.dag.changed(stage.name))
+
+    def _run(self, stage: Stage) -> tuple[Ended, float]:
+        with self._machine.hold(stage.alone):
+            began = self.dag.begin(stage.name)
+            outcome = self.children.run(stage.name, stage.command, layout.LOGS / log_name(stage.name), stage.timeout_s)
+        reason = outcome.reason
+        if reason is None:
+            try:
+                self.dag.commit(stage.name, began)
+                layout.failure(stage.name).unlink(missing_ok=True)
+                return Ended(stage.name, "done"), outcome.seconds
+            except Fault as fault:
+                reason = fault.line
+        self._spoil(stage.name, reason)
+        return Ended(stage.name, "failed", reason), outcome.seconds
+
+    def _spoil(self, name: str, reason: str) -> None:
+        """Note why a stage failed, and remove what it and those after it left from earlier runs."""
+        write_json(layout.failure(name), {"stage": name, "reason": reason})
+        for later in (name, *self.dag.after(name)):
+            if not self.dag.stages[later].fan_in:
+                self.dag.discard(later)
+
+    def _finish(self, result: Ended | tuple[Ended, float]) -> Ended:
+        ended, seconds = result if isinstance(result, tuple) else (result, None)
+        with self._lock:
+            self.ended[ended.stage] = ended
+        self.progress.ended(ended.stage, ended.how, seconds, ended.reason or "")
+        return ended
+
+
+def sweep(folders: tuple[Path, ...] = (layout.DATA, layout.ARTIFACTS, layout.RESULTS, layout.LATEST.parent)) -> int:
+    """Remove scratch files of processes that were killed; returns how many."""
+    import shutil
+
+    import psutil
+
+    removed = 0
+    for folder in folders:
+        for path in folder.rglob(".*.part-*") if folder.is_dir() else ():
+            if not psutil.pid_exists(int(path.name.rpartition("-")[2])):
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+                removed += 1
+    return removed

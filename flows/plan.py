@@ -1,0 +1,84 @@
+"""What there is to do, found out before anything starts; needs no Prefect."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from filelock import FileLock, Timeout
+from rich.console import Console
+
+from flows.dag import Dag
+from flows.driver import Driver, sweep
+from tasks import layout, params, target
+from tasks.errors import Fault
+
+STORE_STAGES = ("record", "promote", "report")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The stages, those that are stale with the change in words, and those the MLflow store lacks."""
+
+    dag: Dag
+    stale: dict[str, str]
+    forced: frozenset[str]
+
+    @property
+    def nothing_to_do(self) -> bool:
+        return not self.stale and not self.forced
+
+    def driver(self, flow_run: str) -> Driver:
+        """A driver for one run of this plan."""
+        return Driver(self.dag, console(), set(self.stale), self.forced, flow_run)
+
+
+def plan() -> Plan:
+    """Check params.yaml, refresh the machine's fingerprint, ask DVC what is stale.
+
+    Also closes runs that died in the MLflow store. Raises ParamsFault before anything runs.
+    """
+    params.load(layout.PARAMS)
+    target.refresh()
+    sweep()
+    dag = Dag()
+    return Plan(dag, dag.stale(), _missing_from_store())
+
+
+def _missing_from_store() -> frozenset[str]:
+    """The recording stages, if MLflow's store doesn't hold what their files say it does."""
+    if not layout.RECORD.is_file():
+        return frozenset()
+    from tasks.promote import champion_holds
+    from tasks.record import in_store
+
+    if not in_store():
+        return frozenset(STORE_STAGES)
+    return frozenset() if not layout.PROMOTION.is_file() or champion_holds() else frozenset(STORE_STAGES[1:])
+
+
+@contextmanager
+def only_run() -> Iterator[None]:
+    """Hold the project's run lock; Fault if another run is at work in this folder."""
+    layout.STATE.mkdir(exist_ok=True)
+    lock = FileLock(layout.STATE / "run.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise Fault(
+            "another run is at work in this folder",
+            got="its lock is held",
+            expected="one run at a time",
+            do="wait for it, or end it with Ctrl-C",
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def console() -> Console:
+    """The terminal, or lines of 160 columns where there is none."""
+    return Console(width=None if sys.stdout.isatty() else 160)

@@ -1,0 +1,193 @@
+"""The command line of the steps: `python -m tasks STEP NAME`, as dvc.yaml runs them."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import inspect
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tasks import layout, params, target
+from tasks.errors import Fault, Unavailable
+from tasks.files import read_json, write_json
+from tasks.settings import SECTIONS
+
+ENGINE_STEPS = ("evaluate", "benchmark")
+FAN_IN = ("compare", "record", "promote", "report")
+app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+Name = Annotated[str, typer.Argument(help="The artifact's name in params.yaml.")]
+
+
+def run(step: str, name: str | None) -> None:
+    """Call a step's function with the paths and settings that its signature names; write its report."""
+    tree = params.load(layout.PARAMS)
+    module = importlib.import_module(f"tasks.{step}")
+    function = getattr(module, step)
+    values = arguments(step, name, tree)
+    report = function(**{key: values[key]() for key in inspect.signature(function).parameters})
+    write_json(_report_path(step, name), report)
+
+
+def arguments(step: str, name: str | None, tree: params.Tree) -> dict[str, Any]:
+    """What a step's parameters may be called, and how each is found."""
+
+    def settings() -> Any:
+        if step in SECTIONS:
+            return tree.nodes[_known(step, name, tree)].settings
+        return getattr(tree.params, step)
+
+    def source() -> Path:
+        known = _known(step, name, tree)
+        return layout.artifact(known if step in ENGINE_STEPS else str(tree.nodes[known].parent))
+
+    def destination() -> Path:
+        if step == "report":
+            return layout.LATEST
+        if step == "data":
+            return layout.DATA
+        known = _known(step, name, tree)
+        return layout.scores(known) if step == "evaluate" else layout.artifact(known)
+
+    return {
+        "tree": lambda: tree,
+        "here": target.refresh,
+        "params": settings,
+        "source": source,
+        "target": destination,
+        "teacher": lambda: layout.artifact(settings().teacher),
+        "baseline": lambda: layout.artifact(tree.params.baseline),
+        "workload": lambda: Path(tree.params.workload),
+        "data": lambda: layout.DATA,
+    }
+
+
+def _known(step: str, name: str | None, tree: params.Tree) -> str:
+    section = "build" if step in ENGINE_STEPS else step
+    names = [n for n, node in tree.nodes.items() if node.step == section]
+    if name not in names:
+        raise Fault(
+            f"{step}: no such artifact in params.yaml",
+            got=name,
+            expected=", ".join(names) or f"an entry under {section}:",
+            do="name one of these",
+        )
+    return name
+
+
+def _report_path(step: str, name: str | None) -> Path:
+    if step in FAN_IN:
+        return Path("reports") / f"{step}.json"
+    return layout.report(step, name or step)
+
+
+def _named(step: str) -> Any:
+    def command(name: Name) -> None:
+        run(step, name)
+
+    return command
+
+
+def _nameless(step: str) -> Any:
+    def command() -> None:
+        run(step, None)
+
+    return command
+
+
+HELP = {
+    "data": "Make the splits of the workload's data.",
+    "train": "Train a model from scratch.",
+    "prune": "Prune channels, recalibrate, fine-tune.",
+    "distill": "Distil a teacher into a student.",
+    "export": "Export to ONNX and prove it equal.",
+    "quantize": "Quantise to INT8 with Q/DQ nodes.",
+    "build": "Build an engine and prove that it opens.",
+    "evaluate": "Accuracy of a built engine on the test split.",
+    "benchmark": "Time a built engine against the baseline.",
+    "compare": "Judge all variants; time the finalists head to head.",
+    "record": "Record the comparison in MLflow.",
+    "promote": "Promote the winner through the gates.",
+    "report": "Write summary.json and the report page.",
+}
+for _step, _help in HELP.items():
+    _make = _nameless if _step in (*FAN_IN, "data") else _named
+    app.command(_step, help=_help)(_make(_step))
+
+
+@app.command("target")
+def target_command() -> None:
+    """Write this machine's fingerprint; a change makes builds and measurements stale."""
+    print(target.refresh().id)
+
+
+@app.command()
+def check(path: Annotated[Path, typer.Argument(help="A params file.")] = layout.PARAMS) -> None:
+    """Check a params file and print every fault of it."""
+    tree = params.load(path)
+    print(f"{path}: {len(tree.nodes)} artifacts, {len(tree.engines)} engines, baseline {tree.params.baseline}")
+
+
+@app.command()
+def show() -> None:
+    """Print the table of the last run."""
+    from rich.console import Console
+
+    from tasks import table
+
+    if not layout.SUMMARY.is_file():
+        raise Fault(
+            "no summary yet", got=f"no {layout.SUMMARY}", expected="a finished run", do="run `make run` or `dvc repro`"
+        )
+    table.show(read_json(layout.SUMMARY), Console(width=None if sys.stdout.isatty() else 160))
+
+
+@app.command()
+def rollback() -> None:
+    """Swap this target's champion and previous engine in the registry."""
+    from tasks.promote import rollback as swap
+    from tasks.workloads.protocol import load_workload
+
+    tree, here = params.load(layout.PARAMS), target.fingerprint()
+    champion, previous = swap(load_workload(Path(tree.params.workload)).NAME, here.id)
+    print(f"champion-{here.id} is version {champion} again, previous is version {previous}")
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to kill this process when the driver that started it dies (prctl(2))."""
+    if os.environ.get("ENGINESMITH_PARENT") and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        if os.getppid() == 1:
+            sys.exit(143)
+
+
+def _fail(reason: str, message: str, status: int) -> None:
+    if place := os.environ.get("ENGINESMITH_REASON"):
+        Path(place).write_text(" ".join(reason.split()))
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(status)
+
+
+def main() -> None:
+    """Run a command; faults of input print without a traceback and exit with 2."""
+    _die_with_parent()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        app()
+    except Fault as fault:
+        _fail(fault.line, str(fault), 2)
+    except (params.ParamsFault, Unavailable) as fault:
+        _fail(str(fault), str(fault), 2)
+    except Exception as error:
+        if place := os.environ.get("ENGINESMITH_REASON"):
+            Path(place).write_text(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")
+        raise
+
+
+if __name__ == "__main__":
+    main()

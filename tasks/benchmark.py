@@ -1,0 +1,77 @@
+"""Time a built engine against the baseline, interleaved."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasks import manifest, measure
+from tasks.data import read
+from tasks.engines.protocol import open_engine
+from tasks.errors import Unavailable
+from tasks.settings import BenchmarkParams
+from tasks.stats import Interval
+
+
+@dataclass(frozen=True)
+class BenchmarkReport:
+    """Latency and speed-up over the baseline; all None, with the reason, if the engine can't run here.
+
+    `baseline` is the baseline's own timing of the same rounds, so that the speed-up can be
+    computed again from this file. `load_average` was read before and after.
+    """
+
+    timing: measure.Timing | None
+    baseline: measure.Timing | None
+    speedup: Interval | None
+    versus: str
+    not_run: str | None
+    unstable: str | None
+    engine_sha256: str
+    baseline_sha256: str
+    load_average: tuple[float, float] | None
+
+
+def benchmark(source: Path, baseline: Path, data: Path, params: BenchmarkParams) -> BenchmarkReport:
+    """Measure the engine in `source` and the one in `baseline` in the same rounds, on validation inputs.
+
+    The baseline against itself is measured with two sessions: its ratio should hold 1.
+    """
+    described, other = manifest.read(source), manifest.read(baseline)
+    before = measure.load_average()
+    with ExitStack() as stack:
+        try:
+            engines = {
+                "engine": stack.enter_context(open_engine(source)),
+                "baseline": stack.enter_context(open_engine(baseline)),
+            }
+        except Unavailable as reason:
+            return BenchmarkReport(
+                None, None, None, baseline.name, str(reason), None, described.engine_sha256, other.engine_sha256, None
+            )
+        samples = read(data / "validation.npz")
+        inputs = {spec.name: samples[spec.name] for spec in described.inputs}
+        timings = measure.interleave(engines, inputs, params)
+    gain = measure.speedup(timings, "engine", "baseline", params.confidence)
+    return BenchmarkReport(
+        timing=timings["engine"],
+        baseline=timings["baseline"],
+        speedup=gain,
+        versus=baseline.name,
+        not_run=None,
+        unstable=unstable(gain, timings["engine"], params),
+        engine_sha256=described.engine_sha256,
+        baseline_sha256=other.engine_sha256,
+        load_average=(before, measure.load_average()),
+    )
+
+
+def unstable(gain: Interval, timing: measure.Timing, params: BenchmarkParams) -> str | None:
+    """Why a measurement can't be used, or None."""
+    width = (gain.high - gain.low) / gain.value
+    if width > params.max_width:
+        return f"the speed-up's interval is {width:.0%} wide, at most {params.max_width:.0%} is allowed"
+    if not timing.warm:
+        return "the latency did not settle during warm-up"
+    return None

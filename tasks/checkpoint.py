@@ -1,0 +1,135 @@
+"""Model checkpoints: weights, and the layout that pruning left, without pickled code.
+
+A file holds the workload's path, the architecture keywords, every layer attribute that
+differs from a fresh model (`layout`), and the state dict. It is read with `weights_only`,
+so that loading runs no code of the file's.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tasks.errors import Fault
+from tasks.files import atomic
+from tasks.workloads.protocol import Workload, load_workload
+
+FORMAT = 1
+FILE = "model.pt"
+ATTRIBUTES: dict[type[nn.Module], tuple[str, ...]] = {
+    nn.Conv2d: ("in_channels", "out_channels", "groups"),
+    nn.BatchNorm2d: ("num_features",),
+    nn.Linear: ("in_features", "out_features"),
+}
+
+
+@dataclass
+class Checkpoint:
+    """A model with what is needed to make it again."""
+
+    model: nn.Module
+    workload_path: str
+    architecture: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def workload(self) -> Workload:
+        return load_workload(Path(self.workload_path))
+
+
+def save(checkpoint: Checkpoint, folder: Path) -> Path:
+    """Write `folder/model.pt`; the same model gives the same bytes."""
+    fresh = checkpoint.workload.model(**checkpoint.architecture)
+    buffer = io.BytesIO()
+    torch.save(
+        {
+            "format": FORMAT,
+            "workload": checkpoint.workload_path,
+            "architecture": checkpoint.architecture,
+            "layout": layout(checkpoint.model, fresh),
+            "state": {k: v.detach().clone().contiguous() for k, v in checkpoint.model.state_dict().items()},
+        },
+        buffer,
+    )
+    with atomic(folder / FILE) as scratch:
+        scratch.write_bytes(buffer.getvalue())
+    return folder / FILE
+
+
+def load(folder: Path) -> Checkpoint:
+    """Read `folder/model.pt`, in eval mode.
+
+    Raises Fault, with the file's name, size and likely cause, if it isn't a checkpoint.
+    """
+    path = folder / FILE if folder.is_dir() or not folder.exists() else folder
+    state = _read(path)
+    workload = load_workload(Path(state["workload"]))
+    model = workload.model(**state["architecture"])
+    for name, attributes in state["layout"].items():
+        _reshape(model.get_submodule(name), attributes, name, state["state"])
+    model.load_state_dict(state["state"], strict=True)
+    return Checkpoint(model.eval(), state["workload"], state["architecture"])
+
+
+def layout(model: nn.Module, fresh: nn.Module) -> dict[str, dict[str, int]]:
+    """Layer attributes of `model` that differ from those of `fresh`, by module name."""
+    changed = {}
+    for name, module in model.named_modules():
+        names = ATTRIBUTES.get(type(module), ())
+        mine = {a: int(getattr(module, a)) for a in names}
+        if mine != {a: int(getattr(fresh.get_submodule(name), a)) for a in names}:
+            changed[name] = mine
+    return changed
+
+
+def _reshape(module: nn.Module, attributes: dict[str, int], name: str, state: dict[str, torch.Tensor]) -> None:
+    for attribute, value in attributes.items():
+        setattr(module, attribute, value)
+    for key, parameter in module.named_parameters(recurse=False):
+        setattr(module, key, nn.Parameter(torch.empty_like(state[f"{name}.{key}"]), parameter.requires_grad))
+    for key, _ in module.named_buffers(recurse=False):
+        module.register_buffer(key, torch.empty_like(state[f"{name}.{key}"]))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    expected = "a checkpoint written by Enginesmith"
+    if not path.is_file():
+        raise Fault(f"no checkpoint {path}", got="nothing there", expected=expected, do="run `dvc repro` or `dvc pull`")
+    size = path.stat().st_size
+    got = f"{size} bytes"
+    if size == 0:
+        raise Fault(
+            f"{path} is empty", got=got, expected=expected, do="a write was cut off: delete it and run `dvc repro`"
+        )
+    head = path.read_bytes()[:64]
+    if head.startswith(b"version https://git-lfs"):
+        raise Fault(f"{path} is a Git LFS pointer", got=got, expected=expected, do="run `git lfs pull`")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        cause = "truncated" if head.startswith(b"PK") else "not a PyTorch file"
+        if "weights_only" in str(error) or "Unsupported global" in str(error):
+            cause = "a pickle of a whole module, which is never loaded since it can run code"
+        raise Fault(
+            f"{path} is not a checkpoint",
+            got=f"{got}; likely {cause}",
+            expected=expected,
+            do="save the state dict through tasks.checkpoint.save",
+        ) from None
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        found = (
+            f"format {state.get('format')!r}"
+            if isinstance(state, dict) and "format" in state
+            else "weights without a layout"
+        )
+        raise Fault(
+            f"{path} is not a checkpoint of this version",
+            got=f"{got}, {found}",
+            expected=f"format {FORMAT}",
+            do="save it through tasks.checkpoint.save",
+        )
+    return state

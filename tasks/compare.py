@@ -1,0 +1,143 @@
+"""Judge every variant, and time the finalists of the Pareto front head to head."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tasks import layout, measure, results
+from tasks.data import read
+from tasks.engines.protocol import open_engine
+from tasks.files import digest_of, read_json
+from tasks.gates import judge, shown
+from tasks.params import Tree
+from tasks.results import Variant
+from tasks.settings import BenchmarkParams
+from tasks.stats import quotient
+
+MAX_FINALISTS = 8
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All variants with verdicts; `winner` is the fastest that passed, by `head_to_head`.
+
+    `head_to_head` holds the finalists' timings of one measurement in common rounds.
+    """
+
+    variants: list[dict[str, Any]]
+    head_to_head: dict[str, measure.Timing]
+    winner: str | None
+
+
+def compare(tree: Tree, data: Path) -> Comparison:
+    """Read all results, apply the gates, measure the finalists side by side, and rank them."""
+    judged = judged_variants(tree)
+    by_name = {v.name: v for v in judged}
+    names = finalists(tree, judged)
+    timings = head_to_head(names, data, tree.params.benchmark) if len(names) > 1 else {}
+    judged = [_against_plain(v, tree, by_name, timings) for v in judged]
+    ranking = sorted((v for v in judged if v.verdict == "passed"), key=lambda v: _rank(v, timings))
+    winner = ranking[0].name if ranking else None
+    judged = [_against_winner(v, winner, timings, tree.params.benchmark.confidence) for v in judged]
+    return Comparison([results.plain(replace(v, content=_content(v))) for v in judged], timings, winner)
+
+
+def judged_variants(tree: Tree) -> list[Variant]:
+    """Every variant with the verdict that the recorded files and the gates give."""
+    found = results.variants(tree)
+    baseline = next((v for v in found if v.name == tree.params.baseline), None)
+    return [judge(v, tree.params.gates, baseline) for v in found]
+
+
+def finalists(tree: Tree, judged: list[Variant]) -> list[str]:
+    """Names of the passed variants on the Pareto front of accuracy and speed, within their intervals.
+
+    Each backend's plain engine is added, so that a compressed variant is held against it.
+    """
+    passed = [v for v in judged if v.verdict == "passed" and v.accuracy and v.speedup]
+    front = [v for v in passed if not any(_dominates(o, v) for o in passed)]
+    front.sort(key=lambda v: -v.speedup.value if v.speedup else 0.0)
+    names = [v.name for v in front[:MAX_FINALISTS]]
+    plains = {tree.plain(v.backend) for v in front}
+    return names + [v.name for v in judged if v.name in plains and v.name not in names and v.speedup]
+
+
+def head_to_head(names: list[str], data: Path, params: BenchmarkParams) -> dict[str, measure.Timing]:
+    """Time several engines in common rounds on validation inputs."""
+    samples = read(data / "validation.npz")
+    with ExitStack() as stack:
+        sessions = {name: stack.enter_context(open_engine(layout.artifact(name))) for name in names}
+        inputs = {spec.name: samples[spec.name] for spec in sessions[names[0]].inputs}
+        return measure.interleave(sessions, inputs, params)
+
+
+def _dominates(a: Variant, b: Variant) -> bool:
+    """At least as accurate, and faster beyond what the two intervals leave open."""
+    assert a.accuracy and b.accuracy and a.speedup and b.speedup
+    return a.accuracy.value >= b.accuracy.value and a.speedup.low > b.speedup.high
+
+
+def _rank(variant: Variant, timings: dict[str, measure.Timing]) -> tuple[bool, float]:
+    """Finalists by their common measurement first, others by speed-up over the baseline."""
+    if variant.name in timings:
+        return False, float(sorted(timings[variant.name].medians)[len(timings[variant.name].medians) // 2])
+    assert variant.speedup
+    return bool(timings), -variant.speedup.value
+
+
+def _against_plain(
+    variant: Variant, tree: Tree, by_name: dict[str, Variant], timings: dict[str, measure.Timing]
+) -> Variant:
+    """Tell a variant that is faster than the baseline but not than its backend's plain engine."""
+    name = tree.plain(variant.backend)
+    other = by_name.get(name) if name else None
+    if (
+        other is None
+        or other.name == variant.name
+        or not variant.speedup
+        or not other.speedup
+        or variant.name == tree.params.baseline
+    ):
+        return variant
+    if variant.name in timings and other.name in timings:
+        gain = measure.speedup(timings, variant.name, other.name, tree.params.benchmark.confidence)
+    else:
+        gain = quotient(variant.speedup, other.speedup)
+    if gain.low > 1:
+        return variant
+    how = "slower than" if gain.high < 1 else "not faster than"
+    return replace(
+        variant,
+        reasons=(
+            *variant.reasons,
+            f"{how} the plain {variant.backend} engine {other.name}: {shown('speedup', gain)} of its speed",
+        ),
+    )
+
+
+def _against_winner(
+    variant: Variant, winner: str | None, timings: dict[str, measure.Timing], confidence: float
+) -> Variant:
+    if winner is None or variant.verdict != "passed":
+        return variant
+    if variant.name == winner:
+        return replace(variant, reasons=("the fastest that passes every gate", *variant.reasons))
+    if variant.name in timings and winner in timings:
+        gain = measure.speedup(timings, winner, variant.name, confidence)
+        how = "is not told apart from" if gain.low <= 1 else "is faster than"
+        return replace(
+            variant, reasons=(f"head to head, {winner} {how} it: {shown('speedup', gain)}", *variant.reasons)
+        )
+    return replace(variant, reasons=("another variant is at least as accurate and as fast", *variant.reasons))
+
+
+def _content(variant: Variant) -> str:
+    """A digest of what was recorded of a variant: equal when nothing about it changed."""
+    files = [layout.report(step, variant.name) for step in ("build", "evaluate", "benchmark")]
+    failed = variant.reasons if variant.verdict == "failed" else ()
+    return digest_of(
+        [variant.name, variant.verdict, list(failed), *(read_json(f) if f.is_file() else None for f in files)]
+    )

@@ -1,0 +1,87 @@
+"""PyTorch in eager mode on the CPU: the model as it is, the usual baseline."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from tasks import checkpoint
+from tasks.engines.protocol import check_batch
+from tasks.files import sha256
+from tasks.fit import forward
+from tasks.manifest import Manifest, TensorSpec, require
+from tasks.settings import BuildParams
+from tasks.workloads.protocol import Arrays
+
+
+def build(source: Path, folder: Path, spec: BuildParams) -> Manifest:
+    """Copy the checkpoint; there is nothing to compile."""
+    loaded = checkpoint.load(source)
+    task = loaded.workload
+    shutil.copyfile(source / checkpoint.FILE, folder / checkpoint.FILE)
+    example = {n: torch.zeros((1, *shape), dtype=getattr(torch, dtype)) for n, (dtype, shape) in task.INPUTS.items()}
+    with torch.inference_mode():
+        outputs = forward(loaded.model, task, example)
+    digest = sha256(folder / checkpoint.FILE)
+    kinds = [type(m).__name__ for m in loaded.model.modules() if not list(m.children())]
+    return Manifest(
+        backend="eager",
+        backend_version=torch.__version__,
+        built_for={"device": "cpu"},
+        engine_file=checkpoint.FILE,
+        inputs=tuple(TensorSpec(n, d, (None, *s)) for n, (d, s) in task.INPUTS.items()),
+        outputs=tuple(
+            TensorSpec(n, str(v.dtype).removeprefix("torch."), (None, *v.shape[1:])) for n, v in outputs.items()
+        ),
+        max_batch=spec.max_batch,
+        threads=spec.threads,
+        preprocessing=task.PREPROCESSING,
+        precision_asked="as the model",
+        operators={kind: kinds.count(kind) for kind in sorted(set(kinds))},
+        engine_sha256=digest,
+        onnx_sha256=None,
+        model_sha256=digest,
+        calibration_sha256=None,
+        rebuild=f"dvc repro build@{folder.name}",
+    )
+
+
+class EagerSession:
+    """A checkpoint run by PyTorch with the manifest's thread count."""
+
+    device = "cpu"
+
+    def __init__(self, folder: Path, described: Manifest) -> None:
+        loaded = checkpoint.load(folder)
+        self._model, self._task = loaded.model, loaded.workload
+        self._threads, self._max_batch = described.threads, described.max_batch
+        self.inputs, self.outputs = described.inputs, described.outputs
+
+    def run(self, batch: Arrays) -> Arrays:
+        check_batch(batch, self.inputs, self._max_batch)
+        if torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)
+        with torch.inference_mode():
+            outputs = forward(self._model, self._task, {n: torch.from_numpy(batch[n]) for n in self._task.INPUTS})
+        return {name: value.numpy() for name, value in outputs.items()}
+
+    def synchronize(self) -> None:
+        """Eager CPU calls return when they are done."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        del self._model
+
+
+def open(folder: Path, described: Manifest) -> EagerSession:
+    """Open a copied checkpoint; Fault if PyTorch's version is another."""
+    require(described, folder, version=torch.__version__)
+    return EagerSession(folder, described)

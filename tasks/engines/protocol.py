@@ -1,0 +1,96 @@
+"""The one seam between the tools and the backends: build an engine, open it as a session."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self, cast
+
+from tasks import manifest
+from tasks.errors import Fault
+from tasks.manifest import Manifest, TensorSpec
+from tasks.settings import BuildParams
+from tasks.workloads.protocol import Arrays
+
+BACKENDS = ("eager", "onnxruntime", "tensorrt_rtx")
+
+
+class Session(Protocol):
+    """An open engine.
+
+    `run` takes every input [n, …] by name and returns every output [n, …] by name, n at most
+    the manifest's max_batch. `synchronize` returns when all that was started is done.
+    """
+
+    inputs: Sequence[TensorSpec]
+    outputs: Sequence[TensorSpec]
+    device: str
+
+    def run(self, batch: Arrays) -> Arrays: ...
+    def synchronize(self) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class Backend(Protocol):
+    """A module of this folder.
+
+    `build` writes the engine file and returns its manifest; `open` checks that the engine can
+    run here. Both raise Unavailable, in one line, if the backend can't do that on this
+    machine, and Fault if the engine was built for another one.
+    """
+
+    def build(self, source: Path, folder: Path, spec: BuildParams) -> Manifest: ...
+    def open(self, folder: Path, described: Manifest) -> Session: ...
+
+
+def backend(name: str) -> Backend:
+    """The module of a backend; only the one asked for is imported."""
+    if name not in BACKENDS:
+        raise Fault("no such backend", got=name, expected=", ".join(BACKENDS), do="mend build.*.backend")
+    return cast(Backend, importlib.import_module(f"tasks.engines.{name}"))
+
+
+def open_engine(folder: Path) -> Session:
+    """Open the engine of a folder after checking its manifest.
+
+    Raises Fault for a damaged engine or one built for elsewhere, Unavailable for a backend
+    that can't run here.
+    """
+    described = manifest.read(folder)
+    return backend(described.backend).open(folder, described)
+
+
+def check_batch(batch: Arrays, inputs: Sequence[TensorSpec], max_batch: int) -> None:
+    """Raise Fault if the inputs of a batch lack a name, have another type or shape, or are too many."""
+    for spec in inputs:
+        if spec.name not in batch:
+            raise Fault(
+                f"input {spec.name} is missing",
+                got=", ".join(batch) or "nothing",
+                expected=", ".join(i.name for i in inputs),
+                do="give every input by name",
+            )
+        value = batch[spec.name]
+        if (
+            value.dtype.name != spec.dtype
+            or value.ndim != len(spec.shape)
+            or any(e is not None and e != g for e, g in zip(spec.shape, value.shape, strict=True))
+        ):
+            raise Fault(
+                f"input {spec.name} doesn't fit",
+                got=f"{value.dtype.name} {value.shape}",
+                expected=f"{spec.dtype} {spec.shape}, None being the batch",
+                do="prepare it as the workload does",
+            )
+        if not 1 <= len(value) <= max_batch:
+            raise Fault(
+                f"input {spec.name}: batch out of range",
+                got=len(value),
+                expected=f"1 to {max_batch}",
+                do="split the batch, or raise build.*.max_batch and rebuild",
+            )

@@ -1,0 +1,23 @@
+"""Errors that a person can act on: what was got, what was expected, what to do."""
+
+from __future__ import annotations
+
+
+class Fault(Exception):
+    """Bad input or a broken artifact.
+
+    The command line prints the message without a traceback and exits with 2.
+    """
+
+    def __init__(self, what: str, *, got: object, expected: object, do: str) -> None:
+        super().__init__(f"{what}\n  got:      {got}\n  expected: {expected}\n  to do:    {do}")
+        self.what, self.got, self.expected, self.do = what, got, expected, do
+
+    @property
+    def line(self) -> str:
+        """The same message in one sentence, for tables and reports."""
+        return f"{self.what}: got {self.got}, expected {self.expected}; {self.do}"
+
+
+class Unavailable(Exception):
+    """A backend that can't run on this machine; the message is one line and says why."""

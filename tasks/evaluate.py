@@ -1,0 +1,85 @@
+"""Accuracy of a built engine on the held-out test split, sample by sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tasks import manifest
+from tasks.data import read, write
+from tasks.engines.protocol import Session, open_engine
+from tasks.errors import Fault, Unavailable
+from tasks.files import sha256
+from tasks.settings import EvaluateParams
+from tasks.stats import Interval, mean_score
+from tasks.workloads.protocol import Arrays, Workload, load_workload
+
+
+@dataclass(frozen=True)
+class EvaluateReport:
+    """A metric's mean in 0 … 1 with its interval; None, with the reason, if the engine can't run here."""
+
+    metric: str
+    accuracy: Interval | None
+    n: int
+    not_run: str | None
+    engine_sha256: str
+    test_sha256: str
+    preprocessing: str
+
+
+def evaluate(source: Path, workload: Path, data: Path, target: Path, params: EvaluateParams) -> EvaluateReport:
+    """Run `data/test.npz` through the engine in `source`; write each sample's score to `target`.
+
+    Raises Fault if the engine expects other preprocessing than the workload's, or gives
+    outputs that are not finite.
+    """
+    task, split = load_workload(workload), data / "test.npz"
+    described = manifest.read(source)
+    if described.preprocessing not in (None, task.PREPROCESSING):
+        raise Fault(
+            f"engine {source.name} expects other inputs",
+            got=f"preprocessing {described.preprocessing}",
+            expected=task.PREPROCESSING,
+            do=f"rebuild: {described.rebuild}",
+        )
+    samples = read(split)
+    try:
+        with open_engine(source) as session:
+            outputs = run(session, task, samples, params.batch)
+    except Unavailable as reason:
+        write(target, {"scores": np.zeros(0)})
+        return EvaluateReport(
+            params.metric, None, 0, str(reason), described.engine_sha256, sha256(split), task.PREPROCESSING
+        )
+    scores = task.METRICS[params.metric](outputs, samples["label"]).astype(np.float64)
+    write(target, {"scores": scores})
+    return EvaluateReport(
+        params.metric,
+        mean_score(scores, params.confidence),
+        len(scores),
+        None,
+        described.engine_sha256,
+        sha256(split),
+        task.PREPROCESSING,
+    )
+
+
+def run(session: Session, task: Workload, samples: Arrays, batch: int) -> Arrays:
+    """Outputs [n, …] over all samples, a last partial batch included; Fault if any isn't finite."""
+    n, parts = len(samples["label"]), []
+    for start in range(0, n, batch):
+        parts.append(session.run({name: samples[name][start : start + batch] for name in task.INPUTS}))
+    outputs = {name: np.concatenate([part[name] for part in parts]) for name in task.OUTPUTS}
+    for name, values in outputs.items():
+        bad = ~np.isfinite(values.reshape(n, -1)).all(axis=1)
+        if bad.any():
+            raise Fault(
+                f"output {name} is not finite",
+                got=f"NaN or infinity for {int(bad.sum())} of {n} samples, first {int(bad.argmax())}",
+                expected="finite values",
+                do="look at the quantisation and precision of this variant",
+            )
+    return outputs

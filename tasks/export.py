@@ -1,0 +1,194 @@
+"""Export a model to ONNX with a dynamic batch axis, and prove it equal to its parent."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import torch
+from torch import nn
+
+from tasks import checkpoint, onnx_file
+from tasks.data import read
+from tasks.errors import Fault
+from tasks.files import atomic_folder, sha256, size_bytes
+from tasks.fit import predict
+from tasks.settings import ExportParams
+from tasks.workloads.protocol import Workload
+
+PROOF_BATCHES = (1, 3, 7)
+TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """Opset found in the file, its bytes with sidecars, and the largest error relative to the output's range."""
+
+    opset: int
+    size_bytes: int
+    sha256: str
+    nodes: int
+    largest_error: float
+    proof_batches: tuple[int, ...]
+
+
+def export(source: Path, data: Path, target: Path, params: ExportParams) -> ExportReport:
+    """Write `target/model.onnx`.
+
+    Raises Fault if the opset in the file isn't the one asked for, an axis of the batch is
+    fixed, or batches of 1, 3 and 7 differ from PyTorch by more than 1e-3 of the output's range.
+    """
+    parent = checkpoint.load(source)
+    with atomic_folder(target) as folder:
+        notes = {
+            "precision": "fp32",
+            "preprocessing": parent.workload.PREPROCESSING,
+            "model_sha256": sha256(source / checkpoint.FILE),
+        }
+        to_onnx(parent.model, parent.workload, folder / onnx_file.FILE, params.opset, params.external_data, notes)
+        model = onnx_file.load(folder)
+        check_file(model, params.opset)
+        error = parity(parent.model, parent.workload, folder, read(data / "validation.npz"))
+        report = ExportReport(
+            onnx_file.opset(model), size_bytes(folder), sha256(folder), len(model.graph.node), error, PROOF_BATCHES
+        )
+    return report
+
+
+def to_onnx(
+    model: nn.Module,
+    task: Workload,
+    path: Path,
+    opset: int,
+    external_data: bool = False,
+    notes: dict[str, str] | None = None,
+) -> None:
+    """Export in eval mode whatever the mode was, and restore each module's mode after.
+
+    What the exporter notes of its own machine is left out, so that equal models give equal
+    bytes; `notes` go into the file's metadata. Raises Fault if the model fixes its batch.
+    """
+    batch = torch.export.Dim("batch", min=1, max=65536)
+    inputs = {n: torch.zeros((2, *shape), dtype=getattr(torch, dtype)) for n, (dtype, shape) in task.INPUTS.items()}
+    with _eval_mode(model), _quiet():
+        try:
+            exported = torch.export.export(
+                model, tuple(inputs.values()), dynamic_shapes=tuple({0: batch} for _ in inputs)
+            )
+        except (torch._dynamo.exc.UserError, ValueError) as error:
+            raise Fault(
+                "the batch is not dynamic",
+                got=_first_line(error),
+                expected=f"a free axis 0 of {', '.join(inputs)}",
+                do="let the model's forward take any batch size",
+            ) from error
+        program = torch.onnx.export(
+            exported,
+            input_names=list(inputs),
+            output_names=list(task.OUTPUTS),
+            opset_version=opset,
+            dynamo=True,
+            verbose=False,
+        )
+    assert program is not None
+    proto = program.model_proto
+    for node in proto.graph.node:
+        del node.metadata_props[:]
+        node.doc_string = ""
+    for value in (*proto.graph.input, *proto.graph.output, *proto.graph.value_info, *proto.graph.initializer):
+        del value.metadata_props[:]
+    del proto.graph.metadata_props[:]
+    del proto.metadata_props[:]
+    onnx_file.annotate(proto, notes or {})
+    if external_data:
+        onnx.save(proto, path, save_as_external_data=True, location=f"{path.name}.data", size_threshold=0)
+    else:
+        onnx.save(proto, path)
+
+
+def check_file(model: onnx.ModelProto, opset: int) -> None:
+    """Raise Fault if the opset isn't `opset` or a batch axis is fixed."""
+    if onnx_file.opset(model) != opset:
+        raise Fault(
+            "export gave another opset",
+            got=onnx_file.opset(model),
+            expected=opset,
+            do="ask for an opset from 18 to 21 in export.*.opset",
+        )
+    fixed = onnx_file.fixed_axes(model)
+    if fixed:
+        raise Fault(
+            "the batch is not dynamic",
+            got="; ".join(fixed),
+            expected="a free first axis on every input and output",
+            do="let the model's forward take any batch size",
+        )
+
+
+def parity(model: nn.Module, task: Workload, folder: Path, samples: dict[str, np.ndarray]) -> float:
+    """Largest difference of ONNX Runtime from PyTorch over batches of 1, 3 and 7, by the output's range."""
+    import onnxruntime as ort
+
+    session = ort.InferenceSession(str(folder / onnx_file.FILE), providers=["CPUExecutionProvider"])
+    worst = 0.0
+    for batch in PROOF_BATCHES:
+        part = {k: np.resize(v, (batch, *v.shape[1:])) for k, v in samples.items()}
+        expected = predict(model, task, part)
+        try:
+            got = dict(
+                zip(task.OUTPUTS, session.run(list(task.OUTPUTS), {n: part[n] for n in task.INPUTS}), strict=True)
+            )
+        except Exception as error:
+            raise Fault(
+                f"the exported model refuses a batch of {batch}",
+                got=str(error).splitlines()[0],
+                expected="any batch size",
+                do="remove what fixes the batch in forward",
+            ) from error
+        for name in task.OUTPUTS:
+            scale = float(np.abs(expected[name]).max()) or 1.0
+            difference = float(np.abs(got[name] - expected[name]).max()) / scale
+            if not difference <= TOLERANCE:
+                raise Fault(
+                    f"output {name} differs from PyTorch at batch {batch}",
+                    got=f"{difference:.2e} of its range",
+                    expected=f"at most {TOLERANCE:.0e}",
+                    do="try another opset, or report the operator",
+                )
+            worst = max(worst, difference)
+    return worst
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+@contextlib.contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter prints and warns about its own progress; errors still raise."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        level = logging.root.manager.disable
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(level)

@@ -1,0 +1,65 @@
+"""The gates of `params.yaml`: what a variant must prove, as sentences where it doesn't."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from tasks.results import Variant
+from tasks.settings import Bound, GateParams
+from tasks.stats import Interval
+
+
+def judge(variant: Variant, gates: GateParams, baseline: Variant | None) -> Variant:
+    """The variant with its verdict: `passed` or `rejected`, unless it already has another.
+
+    Only complete and finite numbers, measured on the baseline's own test data, can pass.
+    """
+    if variant.verdict:
+        return variant
+    if baseline is None or baseline.accuracy is None:
+        return replace(variant, verdict="rejected", reasons=("the baseline has no result to compare with",))
+    reasons = [s for name, bound in gates if bound is not None for s in _gate(name, bound, variant)]
+    if variant.test_sha256 != baseline.test_sha256:
+        reasons.append("it was evaluated on other test data than the baseline")
+    if variant.name == baseline.name:
+        reasons = ["it is the baseline"]
+    return replace(variant, verdict="rejected" if reasons else "passed", reasons=tuple(reasons))
+
+
+def metric(variant: Variant, name: str) -> Interval | None:
+    """The interval of a metric that gates can name; a point where no interval is recorded."""
+    if name == "latency_ms":
+        p50 = variant.latency_ms["p50"] if variant.latency_ms else None
+        return None if p50 is None else Interval(p50, p50, p50)
+    if name == "size_bytes":
+        size = variant.size_bytes.get("engine")
+        return None if size is None else Interval(size, size, size)
+    value = getattr(variant, name)
+    return value if isinstance(value, Interval) else None
+
+
+def _gate(name: str, bound: Bound, variant: Variant) -> list[str]:
+    got = metric(variant, name)
+    if got is None or not all(math.isfinite(v) for v in (got.value, got.low, got.high)):
+        return [f"{name} has no finite number"]
+    faults = []
+    if bound.min is not None and not got.low > bound.min:
+        faults.append(f"{name} {shown(name, got)} is not above {shown(name, bound.min)} with its whole interval")
+    if bound.max is not None and not got.high < bound.max:
+        faults.append(f"{name} {shown(name, got)} is not below {shown(name, bound.max)} with its whole interval")
+    return faults
+
+
+def shown(name: str, value: Interval | float) -> str:
+    """A metric as people read it: percent, points, times, milliseconds or bytes."""
+    if isinstance(value, Interval):
+        middle = shown(name, value.value)
+        return middle if value.low == value.high else f"{middle} [{shown(name, value.low)}, {shown(name, value.high)}]"
+    forms = {
+        "accuracy": f"{value:.1%}",
+        "accuracy_change": f"{value * 100:+.1f} pt",
+        "speedup": f"{value:.2f}×",
+        "latency_ms": f"{value:.3f} ms",
+    }
+    return forms.get(name, f"{value:,.0f}")

@@ -1,0 +1,133 @@
+"""The manifest that travels with an engine, and the checks before it is used."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tasks.errors import Fault
+from tasks.files import read_json, sha256, write_json
+
+SCHEMA = 1
+FILE = "manifest.json"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, NumPy type and shape of an input or output; None stands for the batch axis."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What an engine is, what it was made of, and where it may run.
+
+    `built_for` holds what the backend needs to match: instruction sets, or compute
+    capabilities. `operators` counts what the backend says it will run, by kind.
+    Digests are SHA-256 of the engine file, of the ONNX file, of the parent model and of the
+    calibration split; None where there is no such thing.
+    """
+
+    backend: str
+    backend_version: str
+    built_for: dict[str, Any]
+    engine_file: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    max_batch: int
+    threads: int
+    preprocessing: str | None
+    precision_asked: str
+    operators: dict[str, int]
+    engine_sha256: str
+    onnx_sha256: str | None
+    model_sha256: str | None
+    calibration_sha256: str | None
+    rebuild: str
+    schema: int = SCHEMA
+
+
+def write(folder: Path, manifest: Manifest) -> None:
+    """Write `folder/manifest.json`."""
+    write_json(folder / FILE, manifest)
+
+
+def read(folder: Path) -> Manifest:
+    """Read a manifest and check its engine's digest.
+
+    Raises Fault if either is missing, of another version, or the engine isn't the one described.
+    """
+    path = folder / FILE
+    if not path.is_file():
+        raise Fault(
+            f"no engine in {folder}",
+            got=f"no {path}",
+            expected="an engine made by build",
+            do="run `dvc repro` or `dvc pull`",
+        )
+    try:
+        raw = read_json(path)
+        schema = raw.get("schema")
+        if schema != SCHEMA:
+            raise Fault(
+                f"{path} is of another version",
+                got=f"schema {schema}",
+                expected=f"schema {SCHEMA}",
+                do=f"rebuild: {raw.get('rebuild', 'dvc repro')}",
+            )
+        inputs, outputs = (
+            tuple(TensorSpec(t["name"], t["dtype"], tuple(t["shape"])) for t in raw[key])
+            for key in ("inputs", "outputs")
+        )
+        manifest = Manifest(**{**raw, "inputs": inputs, "outputs": outputs})
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise Fault(
+            f"{path} is not a manifest",
+            got=f"{type(error).__name__}: {error}",
+            expected="the JSON that build wrote",
+            do="rebuild the engine with `dvc repro`",
+        ) from None
+    engine = folder / manifest.engine_file
+    if not engine.is_file():
+        raise Fault(
+            f"engine {engine} is missing",
+            got="nothing there",
+            expected=f"{manifest.engine_sha256[:12]}…",
+            do=f"rebuild: {manifest.rebuild}",
+        )
+    found = sha256(engine)
+    if found != manifest.engine_sha256:
+        raise Fault(
+            f"engine {engine} is not the one its manifest describes",
+            got=f"{engine.stat().st_size} bytes, sha256 {found[:12]}…",
+            expected=f"sha256 {manifest.engine_sha256[:12]}…",
+            do=f"it was edited or cut off; rebuild: {manifest.rebuild}",
+        )
+    return manifest
+
+
+def plain(manifest: Manifest) -> dict[str, Any]:
+    """The manifest as a JSON-like value."""
+    return asdict(manifest)
+
+
+def require(manifest: Manifest, folder: Path, *, version: str, missing_flags: list[str] | None = None) -> None:
+    """Raise Fault if the engine was built by another backend version or for other CPU features."""
+    if manifest.backend_version != version:
+        raise Fault(
+            f"engine {folder.name} was built by another version",
+            got=f"here: {manifest.backend} {version}",
+            expected=f"built for: {manifest.backend} {manifest.backend_version}",
+            do=f"rebuild: {manifest.rebuild}",
+        )
+    if missing_flags:
+        raise Fault(
+            f"engine {folder.name} was built for another CPU",
+            got=f"here: no {', '.join(missing_flags)}",
+            expected=f"built for: {', '.join(manifest.built_for['cpu_flags'])}",
+            do=f"rebuild: {manifest.rebuild}",
+        )

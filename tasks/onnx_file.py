@@ -1,0 +1,82 @@
+"""ONNX files in artifact folders: loading, sidecars, shapes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+
+from tasks.errors import Fault
+
+FILE = "model.onnx"
+
+
+def sidecars(model: onnx.ModelProto) -> list[str]:
+    """Names of the external-data files a model refers to."""
+    names = {
+        entry.value
+        for tensor in model.graph.initializer
+        if tensor.data_location == onnx.TensorProto.EXTERNAL
+        for entry in tensor.external_data
+        if entry.key == "location"
+    }
+    return sorted(names)
+
+
+def load(folder: Path) -> onnx.ModelProto:
+    """Load `folder/model.onnx` with its external data.
+
+    Raises Fault if the file is missing or no ONNX file, or a sidecar is missing (named).
+    """
+    path = folder / FILE
+    expected = "an ONNX model made by export or quantize"
+    if not path.is_file():
+        raise Fault(f"no model {path}", got="nothing there", expected=expected, do="run `dvc repro` or `dvc pull`")
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except Exception as error:
+        raise Fault(
+            f"{path} is not an ONNX file",
+            got=f"{path.stat().st_size} bytes, {type(error).__name__}",
+            expected=expected,
+            do="delete it and run `dvc repro`",
+        ) from None
+    for name in sidecars(model):
+        if not (folder / name).is_file():
+            raise Fault(
+                f"{path} has lost its external data",
+                got=f"no file {folder / name}",
+                expected="the weights beside the model",
+                do="copy the whole folder, or run `dvc pull`",
+            )
+    onnx.load_external_data_for_model(model, str(folder))
+    return model
+
+
+def fixed_axes(model: onnx.ModelProto) -> list[str]:
+    """Inputs and outputs whose first axis is a number, as "name axis 0 is 8"."""
+    faults = []
+    for value in (*model.graph.input, *model.graph.output):
+        shape = value.type.tensor_type.shape.dim
+        if not shape:
+            faults.append(f"{value.name} has no batch axis")
+        elif not shape[0].dim_param:
+            faults.append(f"{value.name} axis 0 is {shape[0].dim_value}")
+    return faults
+
+
+def opset(model: onnx.ModelProto) -> int:
+    """The version of the default operator set."""
+    return next(o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
+
+
+def annotate(model: onnx.ModelProto, notes: dict[str, str]) -> None:
+    """Replace a model's metadata, in sorted order."""
+    del model.metadata_props[:]
+    for key in sorted(notes):
+        model.metadata_props.add(key=key, value=notes[key])
+
+
+def notes(model: onnx.ModelProto) -> dict[str, str]:
+    """A model's metadata: precision, preprocessing, and digests of what it was made from."""
+    return {p.key: p.value for p in model.metadata_props}

@@ -1,0 +1,208 @@
+"""Post-training INT8 quantisation with explicit Q/DQ nodes, in the style of the runtime.
+
+`onnxruntime`: unsigned activations, signed per-channel weights, reduced range (7 bits), which
+does not saturate on CPUs without VNNI. `tensorrt`: symmetric, signed, per channel, no
+quantised bias, placed for TensorRT's fusions by NVIDIA ModelOpt.
+Calibration: min-max; entropy (KL divergence, Migacz 2017, GTC S7310); percentile.
+See Wu et al. 2020, arXiv:2004.09602.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from tasks import onnx_file
+from tasks.calibration import ENTROPY_BINS, Reader, check_ranges, check_samples
+from tasks.data import read
+from tasks.errors import Fault
+from tasks.files import atomic_folder, sha256, size_bytes
+from tasks.settings import QuantizeParams
+from tasks.workloads.protocol import Arrays, Workload, load_workload
+
+MIN_SNR_DB = 3.0
+
+
+@dataclass(frozen=True)
+class QuantizeReport:
+    """Q/DQ pairs in the file, its bytes, and each output against the parent's on calibration data.
+
+    `snr_db` is the signal-to-noise ratio in decibels, `cosine` the cosine similarity.
+    """
+
+    quantize_nodes: int
+    dequantize_nodes: int
+    calibration_samples: int
+    calibration_sha256: str
+    size_bytes: int
+    sha256: str
+    snr_db: dict[str, float]
+    cosine: dict[str, float]
+
+
+def quantize(source: Path, workload: Path, data: Path, target: Path, params: QuantizeParams) -> QuantizeReport:
+    """Write `target/model.onnx`, INT8 by `params`, calibrated on `data/calibration.npz` only.
+
+    Raises Fault for unusable calibration data, a range or scale that is not finite and
+    positive, or outputs that are mostly noise (below 3 dB against the parent's).
+    """
+    task = load_workload(workload)
+    split = data / "calibration.npz"
+    samples = {k: v[: params.samples] for k, v in read(split).items()}
+    check_samples(samples, task.INPUTS)
+    parent = onnx_file.load(source)
+    with atomic_folder(target) as folder, tempfile.TemporaryDirectory() as scratch:
+        copy = Path(scratch) / "source"
+        shutil.copytree(source, copy)
+        {"onnxruntime": _onnxruntime, "tensorrt": _tensorrt}[params.style](copy, folder, samples, task, params)
+        model = onnx_file.load(folder)
+        check_scales(model)
+        onnx_file.annotate(
+            model, {**onnx_file.notes(parent), "precision": params.format, "calibration_sha256": sha256(split)}
+        )
+        onnx.save(model, folder / onnx_file.FILE)
+        snr, cosine = fidelity(source, folder, {n: samples[n] for n in task.INPUTS})
+        noisy = [f"{name} at {value:.1f} dB" for name, value in snr.items() if value < MIN_SNR_DB]
+        if noisy:
+            raise Fault(
+                "quantisation destroyed the outputs",
+                got="; ".join(noisy),
+                expected=f"at least {MIN_SNR_DB} dB against the parent",
+                do="try another calibration or more samples",
+            )
+        kinds = [node.op_type for node in model.graph.node]
+        return QuantizeReport(
+            kinds.count("QuantizeLinear"),
+            kinds.count("DequantizeLinear"),
+            len(samples["label"]),
+            sha256(split),
+            size_bytes(folder),
+            sha256(folder),
+            snr,
+            cosine,
+        )
+
+
+def _onnxruntime(source: Path, folder: Path, samples: Arrays, task: Workload, params: QuantizeParams) -> None:
+    from onnxruntime.quantization import CalibrationMethod, QuantType
+    from onnxruntime.quantization.calibrate import create_calibrator
+    from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
+    from onnxruntime.quantization.registry import QDQRegistry
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    prepared = source / "prepared.onnx"
+    quant_pre_process(source / onnx_file.FILE, prepared, skip_symbolic_shape=True)
+    method = {
+        "minmax": CalibrationMethod.MinMax,
+        "entropy": CalibrationMethod.Entropy,
+        "percentile": CalibrationMethod.Percentile,
+    }
+    options = (
+        {"num_bins": ENTROPY_BINS}
+        if params.calibration == "entropy"
+        else {"percentile": params.percentile, "symmetric": False}
+    )
+    calibrator = create_calibrator(
+        prepared,
+        list(QDQRegistry),
+        augmented_model_path=str(source / "augmented.onnx"),
+        calibrate_method=method[params.calibration],
+        extra_options={} if params.calibration == "minmax" else options,
+    )
+    calibrator.collect_data(Reader(samples, list(task.INPUTS), params.batch))
+    ranges = calibrator.compute_data()
+    found = {name: ranges[name].range_value for name in ranges.keys()}  # noqa: SIM118
+    check_ranges({name: (float(np.ravel(low)[0]), float(np.ravel(high)[0])) for name, (low, high) in found.items()})
+    quantizer = QDQQuantizer(
+        onnx.load(prepared),
+        per_channel=True,
+        reduce_range=True,
+        weight_qType=QuantType.QInt8,
+        activation_qType=QuantType.QUInt8,
+        tensors_range=ranges,
+        nodes_to_quantize=[],
+        nodes_to_exclude=[],
+        op_types_to_quantize=list(QDQRegistry),
+        extra_options={},
+    )
+    quantizer.quantize_model()
+    quantizer.model.save_model_to_file(str(folder / onnx_file.FILE), False)
+
+
+def _tensorrt(source: Path, folder: Path, samples: Arrays, task: Workload, params: QuantizeParams) -> None:
+    from modelopt.onnx.quantization import quantize as modelopt_quantize
+
+    method = {"minmax": "max", "entropy": "entropy"}[params.calibration]
+    modelopt_quantize(
+        str(source / onnx_file.FILE),
+        quantize_mode="int8",
+        calibration_data_reader=Reader(samples, list(task.INPUTS), params.batch),
+        calibration_method=method,
+        calibration_eps=["cpu"],
+        high_precision_dtype="fp32",
+        output_path=str(folder / onnx_file.FILE),
+        log_level="WARNING",
+    )
+
+
+def check_scales(model: onnx.ModelProto) -> None:
+    """Raise Fault if a scale is NaN, infinite, zero or negative, naming its tensor."""
+    constants = {i.name: i for i in model.graph.initializer}
+    constants |= {
+        n.output[0]: n.attribute[0].t
+        for n in model.graph.node
+        if n.op_type == "Constant" and n.attribute[0].HasField("t")
+    }
+    pairs = [n for n in model.graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")]
+    if not pairs:
+        raise Fault(
+            "nothing was quantised",
+            got="no Q/DQ nodes",
+            expected="at least one",
+            do="check that the model has convolutions or matrix products",
+        )
+    for node in pairs:
+        if node.input[1] not in constants:
+            continue
+        scale = numpy_helper.to_array(constants[node.input[1]])
+        if not (np.isfinite(scale).all() and (scale > 0).all()):
+            raise Fault(
+                f"scale of {node.input[0]} is unusable",
+                got=np.ravel(scale)[:4].tolist(),
+                expected="finite and above 0",
+                do="look at the calibration data and at constants of the model",
+            )
+
+
+def fidelity(parent: Path, child: Path, inputs: Arrays) -> tuple[dict[str, float], dict[str, float]]:
+    """Signal-to-noise ratio (dB, at most 200) and cosine similarity of each output against the parent's."""
+    import onnxruntime as ort
+
+    def outputs(folder: Path) -> Arrays:
+        options = ort.SessionOptions()
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        session = ort.InferenceSession(str(folder / onnx_file.FILE), options, providers=["CPUExecutionProvider"])
+        names = [o.name for o in session.get_outputs()]
+        return dict(zip(names, session.run(names, inputs), strict=True))
+
+    want, got = outputs(parent), outputs(child)
+    snr, cosine = {}, {}
+    for name, expected in want.items():
+        a, b = expected.ravel().astype(np.float64), got[name].ravel().astype(np.float64)
+        noise = float(((a - b) ** 2).sum())
+        snr[name] = 200.0 if noise == 0 else min(200.0, float(10 * np.log10((a**2).sum() / noise)))
+        cosine[name] = float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)))
+        if not np.isfinite(snr[name]):
+            raise Fault(
+                f"output {name} is not finite after quantisation",
+                got=f"SNR {snr[name]}",
+                expected="finite values",
+                do="look at the scales and at constants of the model",
+            )
+    return snr, cosine

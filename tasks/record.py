@@ -1,0 +1,169 @@
+"""Record a comparison in MLflow: a parent run, and one nested run per variant."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tasks import layout, results, tracking
+from tasks.files import read_json
+from tasks.gates import metric
+from tasks.params import Tree
+from tasks.results import Variant
+from tasks.target import Target
+from tasks.workloads.protocol import load_workload
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+METRICS = ("accuracy", "accuracy_change", "speedup", "latency_ms")
+
+
+@dataclass(frozen=True)
+class RecordReport:
+    """MLflow ids: the experiment, the parent run, and each variant's run."""
+
+    experiment: str
+    experiment_id: str
+    parent_run_id: str
+    runs: dict[str, str]
+    logged: int
+    reused: int
+
+
+def record(tree: Tree, workload: Path, here: Target) -> RecordReport:
+    """Log every variant of `reports/compare.json`.
+
+    A variant whose records are the same as in a finished run of this target isn't logged
+    again: that run is named instead. Runs that died are closed first.
+    """
+    comparison = results.required(layout.COMPARISON, "dvc repro compare")
+    store = tracking.client()
+    tracking.close_dead_runs(store)
+    name = load_workload(workload).NAME
+    experiment = tracking.experiment(store, name)
+    variants = [results.restore(v) for v in comparison["variants"]]
+    known = {v.name: _known(store, experiment, v, here) for v in variants}
+    if all(known.values()) and variants:
+        first = store.get_run(str(known[variants[0].name]))
+        parent = first.data.tags["mlflow.parentRunId"]
+        return RecordReport(name, experiment, parent, {k: str(v) for k, v in known.items()}, 0, len(known))
+    runs: dict[str, str] = {}
+    tags = {**_flow_tags(), "target": here.id, "workload": name, "winner": str(comparison["winner"])}
+    with _run(store, experiment, f"optimize {datetime.now(UTC):%Y-%m-%d %H:%M:%S}", tags) as parent:
+        store.log_param(parent, "baseline", tree.params.baseline)
+        store.log_artifact(parent, str(layout.COMPARISON))
+        for variant in variants:
+            runs[variant.name] = known[variant.name] or _log(store, experiment, parent, variant, tree, here)
+            print(f"recorded {len(runs)}/{len(variants)}: {variant.name}", flush=True)
+    reused = sum(1 for v in known.values() if v)
+    return RecordReport(name, experiment, parent, runs, len(runs) - reused, reused)
+
+
+def in_store(path: Path = layout.RECORD) -> bool:
+    """Whether the runs that a record names are in the store; closes dead runs on the way."""
+    from mlflow.exceptions import MlflowException
+
+    if not path.is_file():
+        return False
+    store = tracking.client()
+    tracking.close_dead_runs(store)
+    try:
+        return bool(store.get_run(read_json(path)["parent_run_id"]))
+    except MlflowException:
+        return False
+
+
+def _known(store: MlflowClient, experiment: str, variant: Variant, here: Target) -> str | None:
+    closed = "attributes.status != 'RUNNING' and attributes.status != 'KILLED'"
+    query = f"tags.content = '{variant.content}' and tags.target = '{here.id}' and {closed}"
+    found = store.search_runs([experiment], query, max_results=1)
+    return found[0].info.run_id if found else None
+
+
+def _log(store: MlflowClient, experiment: str, parent: str, variant: Variant, tree: Tree, here: Target) -> str:
+    from mlflow.entities import Metric, Param
+
+    tags = {
+        "mlflow.parentRunId": parent,
+        "target": here.id,
+        "variant": variant.name,
+        "lineage": " > ".join(variant.lineage),
+        "steps": " > ".join(tree.nodes[n].step for n in variant.lineage),
+        "backend": variant.backend,
+        "verdict": variant.verdict,
+        "reasons": " ".join(variant.reasons)[:4000],
+        "engine_sha256": str(variant.engine_sha256),
+        "test_sha256": str(variant.test_sha256),
+        "content": str(variant.content),
+    }
+    with _run(store, experiment, variant.name, tags, failed=variant.verdict == "failed") as run:
+        params = [Param(k, str(v)[:6000]) for k, v in lineage_params(tree, variant.lineage).items()]
+        metrics = [Metric(k, v, 0, 0) for k, v in flat_metrics(variant).items()]
+        store.log_batch(run, metrics=metrics, params=params)
+        for file in (
+            layout.artifact(variant.name) / "manifest.json",
+            *(layout.report(s, variant.name) for s in ("build", "evaluate", "benchmark")),
+        ):
+            if file.is_file():
+                store.log_artifact(run, str(file), "manifest" if file.name == "manifest.json" else file.parent.name)
+    return run
+
+
+def lineage_params(tree: Tree, lineage: tuple[str, ...]) -> dict[str, Any]:
+    """Settings of every artifact from the root to a variant, as "step.artifact.key"."""
+    flat = {}
+    for name in lineage:
+        node = tree.nodes[name]
+        for key, value in node.settings.model_dump(by_alias=True).items():
+            flat[f"{node.step}.{name}.{key}"] = value
+    return flat
+
+
+def flat_metrics(variant: Variant) -> dict[str, float]:
+    """Numbers of a variant by MLflow metric name; intervals as NAME, NAME_low and NAME_high."""
+    flat = {f"size_bytes_{kind}": float(size) for kind, size in variant.size_bytes.items()}
+    for name in METRICS:
+        if got := metric(variant, name):
+            flat |= {name: got.value, f"{name}_low": got.low, f"{name}_high": got.high}
+    for key in ("p90", "p99"):
+        if variant.latency_ms and variant.latency_ms[key] is not None:
+            flat[f"latency_ms_{key}"] = float(variant.latency_ms[key] or 0)
+    if variant.throughput_per_s is not None:
+        flat["throughput_per_s"] = variant.throughput_per_s
+    return flat
+
+
+@contextmanager
+def _run(store: MlflowClient, experiment: str, name: str, tags: dict[str, str], failed: bool = False) -> Iterator[str]:
+    """An MLflow run that is closed whatever happens: FINISHED, FAILED, or KILLED."""
+    run = store.create_run(experiment, run_name=name, tags={**tags, tracking.OWNER: tracking.owner()}).info.run_id
+    try:
+        yield run
+    except Exception:
+        store.set_terminated(run, "FAILED")
+        raise
+    except BaseException:
+        store.set_terminated(run, "KILLED")
+        raise
+    store.set_terminated(run, "FAILED" if failed else "FINISHED")
+
+
+def _flow_tags() -> dict[str, str]:
+    flow = os.environ.get("ENGINESMITH_FLOW_RUN")
+    return {"git_commit": git_commit() or "none", **({"prefect_flow_run": flow} if flow else {})}
+
+
+def git_commit() -> str | None:
+    """The checked-out commit, with "+" if tracked files were changed; None outside git."""
+    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+    if head.returncode != 0:
+        return None
+    dirty = subprocess.run(["git", "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True)
+    return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")

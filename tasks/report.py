@@ -1,0 +1,226 @@
+"""The summary of a run: `summary.json`, a page with the Pareto plot, and a table for DVC's plots."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tasks import layout, results
+from tasks.files import atomic_folder, digest_of, read_json, sha256, write_json
+from tasks.gates import shown
+from tasks.params import Tree
+from tasks.record import git_commit
+from tasks.results import Variant
+from tasks.stats import Interval
+from tasks.target import Target, plain
+
+SCHEMA = 1
+COLORS = {
+    "promoted": "#1a7f37",
+    "passed": "#0969da",
+    "rejected": "#8c959f",
+    "unstable": "#bf8700",
+    "failed": "#cf222e",
+    "not_run": "#8c959f",
+}
+
+
+@dataclass(frozen=True)
+class ReportReport:
+    """What was written, and the digest of the summary."""
+
+    variants: int
+    summary_sha256: str
+
+
+def report(tree: Tree, here: Target, data: Path, target: Path) -> ReportReport:
+    """Write `summary.json`, `index.html` and `variants.csv` into the folder `target`."""
+    summary = summarize(tree, here, data)
+    with atomic_folder(target) as folder:
+        write_json(folder / "summary.json", summary)
+        (folder / "index.html").write_text(page(summary))
+        _table(folder / "variants.csv", summary)
+    return ReportReport(len(summary["variants"]), sha256(target / "summary.json"))
+
+
+def summarize(tree: Tree, here: Target, data: Path) -> dict[str, Any]:
+    """The content of `summary.json`; docs/summary.md describes each key."""
+    comparison = results.required(layout.COMPARISON, "dvc repro compare")
+    runs = read_json(layout.RECORD)["runs"] if layout.RECORD.is_file() else {}
+    promotion = read_json(layout.PROMOTION) if layout.PROMOTION.is_file() else None
+    variants = [_with_promotion(results.restore(v), promotion) for v in comparison["variants"]]
+    return {
+        "schema": SCHEMA,
+        "workload": tree.params.workload,
+        "target": plain(here),
+        "git_commit": git_commit(),
+        "params_sha256": digest_of(tree.params.model_dump(mode="json", by_alias=True)),
+        "data_sha256": {file.stem: sha256(file) for file in sorted(data.glob("*.npz"))},
+        "baseline": tree.params.baseline,
+        "metric": tree.params.evaluate.metric,
+        "gates": tree.params.gates.model_dump(exclude_none=True),
+        "champion": promotion,
+        "head_to_head": comparison["head_to_head"],
+        "variants": [_entry(v, runs.get(v.name)) for v in variants],
+    }
+
+
+def _with_promotion(variant: Variant, promotion: dict[str, Any] | None) -> Variant:
+    if promotion is None:
+        return variant
+    if variant.name == promotion["promoted"]:
+        return replace(variant, verdict="promoted", reasons=(*promotion["reasons"], *variant.reasons))
+    if variant.reasons[:1] == ("the fastest that passes every gate",):
+        return replace(
+            variant,
+            reasons=(*variant.reasons, f"the champion stays version {promotion['version']}", *promotion["reasons"]),
+        )
+    return variant
+
+
+def _entry(variant: Variant, run: str | None) -> dict[str, Any]:
+    raw = results.plain(variant)
+    accuracy = {**raw["accuracy"], "n": variant.samples} if raw["accuracy"] else None
+    gain = {**raw["speedup"], "versus": variant.versus} if raw["speedup"] else None
+    kept = (
+        "name",
+        "lineage",
+        "also",
+        "backend",
+        "accuracy_change",
+        "latency_ms",
+        "throughput_per_s",
+        "size_bytes",
+        "verdict",
+        "engine_sha256",
+        "test_sha256",
+    )
+    return {
+        **{k: raw[k] for k in kept},
+        "accuracy": accuracy,
+        "speedup": gain,
+        "reasons": list(variant.reasons),
+        "mlflow_run_id": run,
+    }
+
+
+def page(summary: dict[str, Any]) -> str:
+    """The report as one HTML page that needs no network."""
+    from jinja2 import Environment, FileSystemLoader, select_autoescape
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).with_name("templates")), autoescape=select_autoescape()
+    )
+    rows = [row(v) for v in ordered(summary["variants"])]
+    return environment.get_template("report.html.j2").render(
+        summary=summary, rows=rows, plot=_pareto(summary), colors=COLORS
+    )
+
+
+def ordered(variants: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Variants by verdict, the fastest first within each."""
+    rank = list(COLORS)
+    return sorted(variants, key=lambda v: (rank.index(v["verdict"]), -(v["speedup"] or {"value": 0})["value"]))
+
+
+def row(variant: dict[str, Any]) -> dict[str, str]:
+    """A variant's cells as text, the same in the terminal and on the page."""
+    interval = {
+        k: Interval(raw["value"], raw["low"], raw["high"]) if (raw := variant[k]) else None
+        for k in ("accuracy", "accuracy_change", "speedup")
+    }
+    cells = {k: shown(k, i) if i else "–" for k, i in interval.items()}
+    latency = variant["latency_ms"]
+    return {
+        "variant": " = ".join((variant["name"], *variant["also"])),
+        "lineage": " → ".join(variant["lineage"]),
+        "backend": variant["backend"],
+        **cells,
+        "latency": f"{latency['p50']:.3f} ms" if latency and latency["p50"] else "–",
+        "size": f"{variant['size_bytes']['engine'] / 1024:,.0f} KiB" if variant["size_bytes"] else "–",
+        "verdict": variant["verdict"],
+        "reason": "; ".join(variant["reasons"]),
+    }
+
+
+def _pareto(summary: dict[str, Any]) -> str:
+    """Accuracy over speed-up, with intervals, and the front of what passed, as HTML."""
+    import plotly.graph_objects as go
+
+    figure = go.Figure()
+    drawn = [v for v in summary["variants"] if v["accuracy"] and v["speedup"]]
+    for verdict in dict.fromkeys(v["verdict"] for v in ordered(drawn)):
+        group = [v for v in drawn if v["verdict"] == verdict]
+        figure.add_scatter(
+            name=verdict,
+            x=[v["speedup"]["value"] for v in group],
+            y=[v["accuracy"]["value"] for v in group],
+            error_x=_bars(group, "speedup"),
+            error_y=_bars(group, "accuracy"),
+            text=[v["name"] for v in group],
+            mode="markers+text",
+            textposition="top center",
+            marker={
+                "size": 10,
+                "color": COLORS[verdict],
+                "symbol": ["diamond" if v["name"] == summary["baseline"] else "circle" for v in group],
+            },
+            hovertemplate="%{text}<br>%{x:.2f}× · %{y:.1%}<extra></extra>",
+        )
+    front = _front([v for v in drawn if v["verdict"] in ("promoted", "passed")])
+    figure.add_scatter(
+        name="front",
+        x=[v["speedup"]["value"] for v in front],
+        y=[v["accuracy"]["value"] for v in front],
+        mode="lines",
+        line={"dash": "dot", "color": "#57606a", "shape": "vh"},
+    )
+    figure.update_layout(
+        template="plotly_white",
+        height=520,
+        margin={"t": 20, "r": 20},
+        xaxis_title=f"speed-up over {summary['baseline']} (log)",
+        yaxis_title=summary["metric"],
+        xaxis_type="log",
+        yaxis_tickformat=".0%",
+    )
+    return str(figure.to_html(full_html=False, include_plotlyjs=True, config={"displaylogo": False}))
+
+
+def _bars(group: list[dict[str, Any]], key: str) -> dict[str, Any]:
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": [v[key]["high"] - v[key]["value"] for v in group],
+        "arrayminus": [v[key]["value"] - v[key]["low"] for v in group],
+        "thickness": 1,
+        "color": "#8c959f",
+    }
+
+
+def _front(passed: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    front: list[dict[str, Any]] = []
+    for variant in sorted(passed, key=lambda v: -v["speedup"]["value"]):
+        if not front or variant["accuracy"]["value"] > front[-1]["accuracy"]["value"]:
+            front.append(variant)
+    return front
+
+
+def _table(path: Path, summary: dict[str, Any]) -> None:
+    with path.open("w", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(("variant", "accuracy", "speedup", "latency_ms", "engine_bytes", "verdict"))
+        for v in summary["variants"]:
+            if v["accuracy"] and v["speedup"]:
+                writer.writerow(
+                    (
+                        v["name"],
+                        v["accuracy"]["value"],
+                        v["speedup"]["value"],
+                        v["latency_ms"]["p50"],
+                        v["size_bytes"]["engine"],
+                        v["verdict"],
+                    )
+                )

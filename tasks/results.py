@@ -1,0 +1,164 @@
+"""Reads what was recorded of every engine, and computes each variant's numbers from it again."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tasks import layout, manifest
+from tasks.data import read
+from tasks.errors import Fault
+from tasks.files import read_json, size_bytes
+from tasks.params import Tree
+from tasks.stats import Interval, mean_score, paired_change, ratio
+
+KINDS = {"train": "model", "prune": "model", "distill": "model", "export": "onnx", "quantize": "onnx"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One engine with its numbers. Sizes in bytes by kind of artifact; shares in 0 … 1.
+
+    `latency_ms` and `throughput_per_s` are of one batch size, `latency_ms["batch"]`.
+    `also` names variants whose engine has the same bytes.
+    """
+
+    name: str
+    lineage: tuple[str, ...]
+    backend: str
+    also: tuple[str, ...] = ()
+    accuracy: Interval | None = None
+    samples: int = 0
+    accuracy_change: Interval | None = None
+    latency_ms: dict[str, float | int | None] | None = None
+    throughput_per_s: float | None = None
+    speedup: Interval | None = None
+    versus: str = ""
+    size_bytes: dict[str, int] = field(default_factory=dict)
+    verdict: str = "failed"
+    reasons: tuple[str, ...] = ()
+    engine_sha256: str | None = None
+    test_sha256: str | None = None
+    content: str | None = None
+
+
+def plain(variant: Variant) -> dict[str, Any]:
+    """A variant as a JSON-like value."""
+    return asdict(variant)
+
+
+def restore(raw: dict[str, Any]) -> Variant:
+    """A variant from `plain`'s value."""
+    intervals = {k: Interval(**raw[k]) if raw[k] else None for k in ("accuracy", "accuracy_change", "speedup")}
+    return Variant(**{**raw, **intervals, **{k: tuple(raw[k]) for k in ("lineage", "reasons", "also")}})
+
+
+def variants(tree: Tree) -> list[Variant]:
+    """Every engine of the tree, in its order; engines of equal bytes are one variant.
+
+    A variant without usable results comes as `failed` or `not_run` with the reason, others
+    with an empty verdict for the gates to fill.
+    """
+    found = [_variant(tree, name) for name in tree.engines]
+    first: dict[Any, int] = {}
+    merged: list[Variant] = []
+    for variant in found:
+        key = _content_key(variant.name) if variant.verdict != "failed" else variant.name
+        if key in first:
+            at = first[key]
+            merged[at] = replace(merged[at], also=(*merged[at].also, variant.name))
+        else:
+            first[key] = len(merged)
+            merged.append(variant)
+    return merged
+
+
+def _variant(tree: Tree, name: str) -> Variant:
+    lineage, backend = tree.lineage(name), tree.params.build[name].backend
+    base = Variant(name, lineage, backend, versus=tree.params.baseline)
+    missing = [s for s in ("build", "evaluate", "benchmark") if not layout.report(s, name).is_file()]
+    failures = _failures(tree, name)
+    if missing or failures:
+        return replace(
+            base, reasons=tuple(failures) or (f"no result of {missing[0]}: run `dvc repro {missing[0]}@{name}`",)
+        )
+    try:
+        return _measured(tree, base)
+    except Fault as fault:
+        return replace(base, reasons=(fault.line,))
+
+
+def _measured(tree: Tree, variant: Variant) -> Variant:
+    """Fill in a variant's numbers; Fault if its records don't belong together."""
+    name, baseline = variant.name, tree.params.baseline
+    described = manifest.read(layout.artifact(name))
+    evaluated, timed = read_json(layout.report("evaluate", name)), read_json(layout.report("benchmark", name))
+    reference = read_json(layout.report("evaluate", baseline)) if layout.report("evaluate", baseline).is_file() else {}
+    for what, record, key, expected in (
+        ("accuracy", evaluated, "engine_sha256", described.engine_sha256),
+        ("latency", timed, "engine_sha256", described.engine_sha256),
+        ("baseline's latency", timed, "baseline_sha256", reference.get("engine_sha256")),
+        ("test data", evaluated, "test_sha256", reference.get("test_sha256")),
+    ):
+        if record[key] != expected:
+            raise Fault(
+                f"the {what} of {name} was recorded of something else",
+                got=str(record[key])[:12],
+                expected=str(expected)[:12],
+                do=f"run `dvc repro benchmark@{name} evaluate@{name}`",
+            )
+    variant = replace(
+        variant,
+        size_bytes=_sizes(tree, variant.lineage, described),
+        engine_sha256=described.engine_sha256,
+        test_sha256=evaluated["test_sha256"],
+    )
+    not_run = evaluated["not_run"] or timed["not_run"]
+    if not_run:
+        return replace(variant, verdict="not_run", reasons=(not_run,))
+    scores, against = read(layout.scores(name))["scores"], read(layout.scores(baseline))["scores"]
+    settings, timing = tree.params.benchmark, timed["timing"]
+    return replace(
+        variant,
+        accuracy=mean_score(scores, tree.params.evaluate.confidence),
+        samples=len(scores),
+        accuracy_change=paired_change(scores, against, tree.params.evaluate.confidence),
+        latency_ms={k: timing[k] for k in ("p50", "p90", "p99", "n", "batch")},
+        throughput_per_s=timing["throughput_per_s"],
+        speedup=ratio(np.array(timed["baseline"]["medians"]), np.array(timing["medians"]), settings.confidence),
+        verdict="unstable" if timed["unstable"] else "",
+        reasons=(timed["unstable"],) if timed["unstable"] else (),
+    )
+
+
+def _failures(tree: Tree, name: str) -> list[str]:
+    """Reasons of failed stages on the way to an engine's results, from the root."""
+    stages = [(f"{tree.nodes[n].step}@{n}", n) for n in tree.lineage(name)]
+    stages = [("data", "data"), *stages, (f"evaluate@{name}", name), (f"benchmark@{name}", name)]
+    found = [read_json(layout.failure(s)) for s, _ in stages if layout.failure(s).is_file()]
+    return [f"{f['stage']} failed: {f['reason']}" for f in found]
+
+
+def _sizes(tree: Tree, lineage: tuple[str, ...], described: manifest.Manifest) -> dict[str, int]:
+    sizes = {KINDS[tree.nodes[n].step]: size_bytes(layout.artifact(n)) for n in lineage if tree.nodes[n].step in KINDS}
+    return {**sizes, "engine": size_bytes(layout.artifact(lineage[-1]) / described.engine_file)}
+
+
+def _content_key(name: str) -> tuple[Any, ...]:
+    described = manifest.read(layout.artifact(name))
+    return (
+        described.backend,
+        described.onnx_sha256 or described.engine_sha256,
+        described.threads,
+        str(described.built_for),
+    )
+
+
+def required(path: Path, command: str) -> Any:
+    """Read a JSON file that an earlier step wrote; Fault names the command that makes it."""
+    if not path.is_file():
+        raise Fault(f"no {path}", got="nothing there", expected="the file of an earlier step", do=f"run `{command}`")
+    return read_json(path)

