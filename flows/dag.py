@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ class Dag:
     """dvc.yaml of the repository at `root`, through DVC's Python API. Safe for several threads."""
 
     def __init__(self, root: Path = Path()) -> None:
+        logging.getLogger("dvc").setLevel(logging.WARNING)
         self._repo = Repo(str(root), _wait_for_lock=True)
         self._lock = threading.RLock()
         graph = self._repo.index.graph

@@ -69,7 +69,7 @@ def benchmark(source: Path, baseline: Path, data: Path, params: BenchmarkParams)
 
 def unstable(gain: Interval, timing: measure.Timing, params: BenchmarkParams) -> str | None:
     """Why a measurement can't be used, or None."""
-    width = (gain.high - gain.low) / gain.value
+    width = measure.relative_width(gain)
     if width > params.max_width:
         return f"the speed-up's interval is {width:.0%} wide, at most {params.max_width:.0%} is allowed"
     if not timing.warm:

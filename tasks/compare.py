@@ -18,6 +18,7 @@ from tasks.settings import BenchmarkParams
 from tasks.stats import quotient
 
 MAX_FINALISTS = 8
+WINS = "the fastest that passes every gate, or the most accurate of those as fast"
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,7 @@ def compare(tree: Tree, data: Path) -> Comparison:
     names = finalists(tree, judged)
     timings = head_to_head(names, data, tree.params.benchmark) if len(names) > 1 else {}
     judged = [_against_plain(v, tree, by_name, timings) for v in judged]
-    ranking = sorted((v for v in judged if v.verdict == "passed"), key=lambda v: _rank(v, timings))
-    winner = ranking[0].name if ranking else None
+    winner = _winner([v for v in judged if v.verdict == "passed"], timings, tree.params.benchmark.confidence)
     judged = [_against_winner(v, winner, timings, tree.params.benchmark.confidence) for v in judged]
     return Comparison([results.plain(replace(v, content=_content(v))) for v in judged], timings, winner)
 
@@ -78,6 +78,20 @@ def _dominates(a: Variant, b: Variant) -> bool:
     """At least as accurate, and faster beyond what the two intervals leave open."""
     assert a.accuracy and b.accuracy and a.speedup and b.speedup
     return a.accuracy.value >= b.accuracy.value and a.speedup.low > b.speedup.high
+
+
+def _winner(passed: list[Variant], timings: dict[str, measure.Timing], confidence: float) -> str | None:
+    """The fastest; among those that can't be told apart from it, the most accurate."""
+    ranking = sorted(passed, key=lambda v: _rank(v, timings))
+    if not ranking or ranking[0].name not in timings:
+        return ranking[0].name if ranking else None
+    first = ranking[0]
+    tied = [v for v in ranking if v.name in timings and _tied(timings, first.name, v.name, confidence)]
+    return max(tied, key=lambda v: v.accuracy.value if v.accuracy else 0.0).name
+
+
+def _tied(timings: dict[str, measure.Timing], a: str, b: str, confidence: float) -> bool:
+    return a == b or measure.speedup(timings, a, b, confidence).low <= 1
 
 
 def _rank(variant: Variant, timings: dict[str, measure.Timing]) -> tuple[bool, float]:
@@ -124,7 +138,7 @@ def _against_winner(
     if winner is None or variant.verdict != "passed":
         return variant
     if variant.name == winner:
-        return replace(variant, reasons=("the fastest that passes every gate", *variant.reasons))
+        return replace(variant, reasons=(WINS, *variant.reasons))
     if variant.name in timings and winner in timings:
         gain = measure.speedup(timings, winner, variant.name, confidence)
         how = "is not told apart from" if gain.low <= 1 else "is faster than"

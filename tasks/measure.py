@@ -70,11 +70,13 @@ def interleave(sessions: Mapping[str, Session], inputs: Arrays, params: Benchmar
 
     warm = {name: _warm_up(partial(window, name), params) for name in sessions}
     rounds: dict[str, list[list[float]]] = {name: [] for name in sessions}
-    for done in range(params.rounds):
+    for done in range(1, max(params.rounds, params.max_rounds) + 1):
         for name in rng.permutation(list(sessions)):
             rounds[str(name)].append(window(str(name)))
-        if (done + 1) % 5 == 0:
-            print(f"round {done + 1}/{params.rounds}", flush=True)
+        if done % 5 == 0:
+            print(f"round {done}/{params.rounds}", flush=True)
+        if done >= params.rounds and _agreed(rounds, params):
+            break
     return {name: _timing(rounds[name], params.batch, warm[name]) for name in sessions}
 
 
@@ -111,6 +113,21 @@ def _warm_up(window: Callable[[], list[float]], params: BenchmarkParams) -> bool
             return True
         last = median
     return False
+
+
+def _agreed(rounds: Mapping[str, list[list[float]]], params: BenchmarkParams) -> bool:
+    """Whether every ratio to the first engine is known within `params.max_width`.
+
+    The rule looks at the width alone and never at the ratio, so that stopping doesn't favour
+    an outcome.
+    """
+    medians = [np.array([np.median(r) for r in rounds[name]]) for name in rounds]
+    return all(relative_width(ratio(medians[0], m, params.confidence)) <= params.max_width for m in medians[1:])
+
+
+def relative_width(interval: Interval) -> float:
+    """An interval's width over its value."""
+    return (interval.high - interval.low) / interval.value
 
 
 def _timing(rounds: list[list[float]], batch: int, warm: bool) -> Timing:

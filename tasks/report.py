@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks import layout, results
+from tasks.compare import WINS
 from tasks.files import atomic_folder, digest_of, read_json, sha256, write_json
 from tasks.gates import shown
 from tasks.params import Tree
@@ -15,6 +16,7 @@ from tasks.record import git_commit
 from tasks.results import Variant
 from tasks.stats import Interval
 from tasks.target import Target, plain
+from tasks.workloads.protocol import load_workload
 
 SCHEMA = 1
 COLORS = {
@@ -35,9 +37,9 @@ class ReportReport:
     summary_sha256: str
 
 
-def report(tree: Tree, here: Target, data: Path, target: Path) -> ReportReport:
+def report(tree: Tree, workload: Path, here: Target, data: Path, target: Path) -> ReportReport:
     """Write `summary.json`, `index.html` and `variants.csv` into the folder `target`."""
-    summary = summarize(tree, here, data)
+    summary = summarize(tree, workload, here, data)
     with atomic_folder(target) as folder:
         write_json(folder / "summary.json", summary)
         (folder / "index.html").write_text(page(summary))
@@ -45,7 +47,7 @@ def report(tree: Tree, here: Target, data: Path, target: Path) -> ReportReport:
     return ReportReport(len(summary["variants"]), sha256(target / "summary.json"))
 
 
-def summarize(tree: Tree, here: Target, data: Path) -> dict[str, Any]:
+def summarize(tree: Tree, workload: Path, here: Target, data: Path) -> dict[str, Any]:
     """The content of `summary.json`; docs/summary.md describes each key."""
     comparison = results.required(layout.COMPARISON, "dvc repro compare")
     runs = read_json(layout.RECORD)["runs"] if layout.RECORD.is_file() else {}
@@ -53,7 +55,7 @@ def summarize(tree: Tree, here: Target, data: Path) -> dict[str, Any]:
     variants = [_with_promotion(results.restore(v), promotion) for v in comparison["variants"]]
     return {
         "schema": SCHEMA,
-        "workload": tree.params.workload,
+        "workload": load_workload(workload).NAME,
         "target": plain(here),
         "git_commit": git_commit(),
         "params_sha256": digest_of(tree.params.model_dump(mode="json", by_alias=True)),
@@ -72,7 +74,7 @@ def _with_promotion(variant: Variant, promotion: dict[str, Any] | None) -> Varia
         return variant
     if variant.name == promotion["promoted"]:
         return replace(variant, verdict="promoted", reasons=(*promotion["reasons"], *variant.reasons))
-    if variant.reasons[:1] == ("the fastest that passes every gate",):
+    if variant.reasons[:1] == (WINS,):
         return replace(
             variant,
             reasons=(*variant.reasons, f"the champion stays version {promotion['version']}", *promotion["reasons"]),

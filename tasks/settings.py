@@ -133,15 +133,17 @@ class EvaluateParams(Settings):
 class BenchmarkParams(Settings):
     """Interleaved timing against the baseline.
 
-    Each of `rounds` rounds times every engine once, in random order, for `window_ms`.
-    A speed-up whose interval is wider than `max_width` (relative) is reported as unstable.
+    Each of `rounds` rounds times every engine once, in random order, for `window_ms`. While an
+    interval is wider than `max_width` (relative), rounds go on up to `max_rounds`; one that
+    is still wider then is reported as unstable.
     """
 
     batch: Positive = 1
     rounds: Annotated[Whole, Field(ge=8)] = 20
+    max_rounds: Annotated[Whole, Field(ge=8)] = 60
     window_ms: Rate = 60.0
     warmup_ms: Rate = 300.0
-    max_width: Fraction = 0.2
+    max_width: Fraction = 0.1
     confidence: Annotated[Number, Field(ge=0.8, lt=1)] = 0.95
     seed: Whole = 0
 

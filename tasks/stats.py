@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
+from scipy.special import ndtri, stdtrit
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ def mean_score(scores: np.ndarray, confidence: float) -> Interval:
     """
     n, mean = len(scores), float(scores.mean())
     if not _binary(scores):
-        half = float(stats.t.ppf((1 + confidence) / 2, n - 1) * scores.std(ddof=1) / np.sqrt(n))
+        half = float(stdtrit(n - 1, (1 + confidence) / 2) * scores.std(ddof=1) / np.sqrt(n))
         return Interval(mean, max(0.0, mean - half), min(1.0, mean + half))
-    z = float(stats.norm.ppf((1 + confidence) / 2))
+    z = float(ndtri((1 + confidence) / 2))
     center = (mean + z**2 / (2 * n)) / (1 + z**2 / n)
     half = z / (1 + z**2 / n) * float(np.sqrt(mean * (1 - mean) / n + z**2 / (4 * n**2)))
     return Interval(mean, max(0.0, center - half), min(1.0, center + half))
@@ -44,9 +44,9 @@ def paired_change(scores: np.ndarray, baseline: np.ndarray, confidence: float) -
     n, difference = len(scores), scores - baseline
     value = float(difference.mean())
     if not (_binary(scores) and _binary(baseline)):
-        half = float(stats.t.ppf((1 + confidence) / 2, n - 1) * difference.std(ddof=1) / np.sqrt(n))
+        half = float(stdtrit(n - 1, (1 + confidence) / 2) * difference.std(ddof=1) / np.sqrt(n))
         return Interval(value, value - half, value + half)
-    z = float(stats.norm.ppf((1 + confidence) / 2))
+    z = float(ndtri((1 + confidence) / 2))
     gained, lost = float((difference > 0).sum()), float((difference < 0).sum())
     center = (gained - lost) / (n + 2)
     half = z * float(np.sqrt(gained + lost + 1 - (gained - lost) ** 2 / (n + 2))) / (n + 2)
