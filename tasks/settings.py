@@ -5,13 +5,14 @@ No heavy import may enter here: settings are checked before any compute is spent
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
 def _whole(value: Any) -> Any:
-    if isinstance(value, bool | float):
+    text = isinstance(value, str) and not value.strip().lstrip("+-").isdigit()
+    if text or isinstance(value, bool | float):
         raise ValueError("a whole number, written without a decimal point")
     return value
 
@@ -153,6 +154,12 @@ class Bound(Settings):
 
     min: Number | None = None
     max: Number | None = None
+
+    @model_validator(mode="after")
+    def _some(self) -> Self:
+        if self.min is None and self.max is None:
+            raise ValueError("at least one of min and max")
+        return self
 
 
 class GateParams(Settings):

@@ -58,7 +58,7 @@ def ratio(numerator: np.ndarray, denominator: np.ndarray, confidence: float) -> 
 
     The Hodges-Lehmann estimate of the log ratios and Wilcoxon's signed-rank interval (Hollander,
     Wolfe and Chicken 2014, section 3.2 and 3.3): no normality is assumed, and a few disturbed
-    rounds don't move it.
+    rounds don't move it. Too few rounds for the confidence give the widest interval there is.
     """
     logs = np.log(np.asarray(numerator, float) / np.asarray(denominator, float))
     if len(logs) < 2 or not np.isfinite(logs).all():
@@ -94,10 +94,10 @@ def _binary(scores: np.ndarray) -> bool:
 
 
 def _signed_rank_cut(n: int, alpha: float) -> int:
-    """How many Walsh averages to drop at each end: the largest c with P(W < c) <= alpha / 2."""
+    """How many Walsh averages to drop at each end: the largest c with P(W <= c) <= alpha / 2, or 0."""
     counts = np.zeros(n * (n + 1) // 2 + 1)
     counts[0] = 1
     for rank in range(1, n + 1):
         counts[rank:] = counts[rank:] + counts[:-rank].copy()
     cumulative = np.cumsum(counts / 2.0**n)
-    return int(np.searchsorted(cumulative, alpha / 2, side="right"))
+    return max(0, int(np.searchsorted(cumulative, alpha / 2, side="right")) - 1)

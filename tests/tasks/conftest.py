@@ -1,0 +1,121 @@
+"""Fixtures: one small line of artifacts, made once and shared by the tests of the steps."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from ruamel.yaml import YAML
+
+from tasks import layout, target
+from tasks.__main__ import run as run_step
+from tasks.params import Tree, load
+from tasks.workloads.protocol import load_workload
+
+TINY = Path(__file__).resolve().parent.parent / "tiny"
+
+
+@pytest.fixture(scope="session")
+def workload_path() -> Path:
+    """The tiny workload's file, absolute."""
+    return TINY / "workload.py"
+
+
+@pytest.fixture(scope="session")
+def tiny(workload_path: Path) -> Any:
+    """The tiny workload, with its oracle."""
+    return load_workload(workload_path)
+
+
+@pytest.fixture(scope="session")
+def tiny_params(workload_path: Path) -> dict[str, Any]:
+    """The tiny params with an absolute workload, so that they hold in any folder."""
+    raw = YAML(typ="safe", pure=True).load((TINY / "params.yaml").read_text())
+    return {**raw, "workload": str(workload_path)}
+
+
+@pytest.fixture(scope="session")
+def line(tmp_path_factory: pytest.TempPathFactory, tiny_params: dict[str, Any]) -> Path:
+    """A folder where every step of the tiny params up to benchmark has run. Read only."""
+    folder = tmp_path_factory.mktemp("line")
+    (folder / layout.PARAMS).write_text(json.dumps(tiny_params))
+    with contextlib.chdir(folder):
+        target.refresh()
+        tree = load(layout.PARAMS)
+        run_step("data", None)
+        for name, node in tree.nodes.items():
+            run_step(node.step, name)
+        for name in tree.engines:
+            run_step("evaluate", name)
+            run_step("benchmark", name)
+    return folder
+
+
+@pytest.fixture
+def project_copy(line: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory is a copy of the line that a test may change."""
+    folder = tmp_path / "project"
+    shutil.copytree(line, folder)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
+def tree(project_copy: Path) -> Tree:
+    """The tree of the copied line, the working directory."""
+    return load(layout.PARAMS)
+
+
+@pytest.fixture(scope="session")
+def artifact(line: Path) -> Any:
+    """`artifact(name)`: the folder of an artifact of the line."""
+    return lambda name: line / layout.artifact(name)
+
+
+@pytest.fixture(scope="session")
+def data_folder(line: Path) -> Path:
+    """The splits of the line."""
+    return line / layout.DATA
+
+
+@pytest.fixture
+def write_workload(tmp_path: Path) -> Any:
+    """`write_workload(text)`: the path of a workload file of a test's own."""
+
+    def write(text: str, name: str = "own.py") -> Path:
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def make_workload() -> Any:
+    """`make_workload(model, inputs, outputs)`: a workload for a model of a test's own."""
+
+    def make(model: Any, inputs: dict[str, Any], outputs: tuple[str, ...] = ("logits",)) -> ModuleType:
+        import torch
+
+        task = ModuleType("made_workload")
+        task.NAME, task.PREPROCESSING, task.INPUTS, task.OUTPUTS = "made", "made-v1", inputs, outputs
+        task.METRICS = {"accuracy": lambda out, y: (out[outputs[0]].argmax(1) == y).astype(np.float64)}
+        task.model = lambda **_: model
+        task.loss = lambda out, y: torch.nn.functional.cross_entropy(out[outputs[0]], y)
+        return task
+
+    return make
+
+
+@pytest.fixture
+def free_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variable of a driver's leaks into the commands under test."""
+    for name in [n for n in os.environ if n.startswith("ENGINESMITH_")]:
+        monkeypatch.delenv(name)

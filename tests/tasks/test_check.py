@@ -1,0 +1,176 @@
+"""Faults of a params file: each names its key, the value got, and what was expected."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.check import faults
+from tasks.params import ParamsFault, load
+
+
+@pytest.fixture
+def found(tiny_params: dict[str, Any]) -> Any:
+    """`found(key=value)`: faults of the tiny params with changes; dots in a key go down."""
+
+    def check(changes: dict[str, Any]) -> list[str]:
+        raw = copy.deepcopy(tiny_params)
+        for key, value in changes.items():
+            *way, last = key.split("/")
+            at = raw
+            for part in way:
+                at = at.setdefault(part, {})
+            at[last] = value
+        return faults(raw, Path("params.yaml"))
+
+    return check
+
+
+def test_the_tiny_params_have_no_fault(found: Any) -> None:
+    assert found({}) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"prun": {}}, ["prun: unknown technique or section", "expected one of workload", "did you mean 'prune'?"]),
+        ({"train/base/epoch": 3}, ["train.base.epoch: unknown setting (value 3)", "did you mean 'epochs'?"]),
+        ({"prune/slim/form": "base"}, ["prune.slim.form", "did you mean 'from'?"]),
+        ({"data/sede": 1}, ["data.sede", "did you mean 'seed'?"]),
+        (
+            {"gates/acuracy_change": {"min": 0}},
+            ["gates.acuracy_change", "latency_ms", "did you mean 'accuracy_change'?"],
+        ),
+        ({"gates/accuracy": {"mim": 0}}, ["gates.accuracy.mim", "did you mean 'min'?"]),
+        ({"gates/power": {"max": 9}}, ["gates.power", "accuracy, accuracy_change, speedup, latency_ms, size_bytes"]),
+        ({"evaluate/metric": "acuracy"}, ["evaluate.metric: got 'acuracy'", "one of accuracy", "did you mean"]),
+        ({"prune/slim/granularity": "blocks"}, ["prune.slim.granularity: got 'blocks'", "'channel'"]),
+        ({"build/base-ort/backend": "onnx"}, ["build.base-ort.backend: got 'onnx'", "'onnxruntime'"]),
+        ({"train/base/epochs": 17.0}, ["train.base.epochs: got 17.0", "a whole number"]),
+        ({"train/base/epochs": "17.0"}, ["train.base.epochs: got '17.0'", "a whole number"]),
+        ({"train/base/epochs": True}, ["train.base.epochs: got True", "a whole number"]),
+        ({"train/base/epochs": 0}, ["train.base.epochs: got 0", "greater than or equal to 1"]),
+        ({"train/base/lr": "fast"}, ["train.base.lr: got 'fast'", "number"]),
+        ({"train/base/lr": True}, ["train.base.lr: got True", "a number"]),
+        ({"train/base/lr": float("nan")}, ["train.base.lr: got nan", "finite"]),
+        ({"train/base/lr": 0}, ["train.base.lr: got 0", "greater than 0"]),
+        ({"prune/slim/ratio": 0}, ["prune.slim.ratio: got 0", "greater than 0"]),
+        ({"prune/slim/ratio": 1}, ["prune.slim.ratio: got 1", "less than 1"]),
+        ({"prune/slim/ratio": 1.0}, ["prune.slim.ratio: got 1.0", "less than 1"]),
+        ({"prune/slim/ratio": -0.5}, ["prune.slim.ratio: got -0.5", "greater than 0"]),
+        ({"prune/slim/round_to": 0}, ["prune.slim.round_to: got 0", "greater than or equal to 1"]),
+        ({"export/base-onnx/opset": 11}, ["export.base-onnx.opset: got 11", "greater than or equal to 18"]),
+        ({"export/base-onnx/opset": 30}, ["export.base-onnx.opset: got 30", "less than or equal to 21"]),
+        ({"distill/slim-kd/teacher": None}, ["distill.slim-kd.teacher: got None", "string"]),
+        ({"prune/slim/from": ["base"]}, ["prune.slim.from: got ['base']", "string"]),
+        ({"prune/slim": {"ratio": 0.5}}, ["prune.slim.from: missing", "add `from:`"]),
+        ({"prune/slim": {"from": "base"}}, ["prune.slim.ratio: missing"]),
+        ({"prune/slim/from": "bas"}, ["prune.slim.from: got 'bas'", "did you mean 'base'?"]),
+        ({"distill/slim-kd/teacher": "bass"}, ["distill.slim-kd.teacher: got 'bass'", "did you mean 'base'?"]),
+        (
+            {"prune/slim/from": "base-onnx"},
+            ["prune.slim.from: got 'base-onnx', made by export", "train, prune, distill"],
+        ),
+        ({"build/base-ort/from": "base"}, ["build.base-ort.from: got 'base', made by train", "export, quantize"]),
+        ({"build/base-eager/from": "base-onnx"}, ["build.base-eager.from", "train, prune, distill"]),
+        ({"prune/base": {"from": "slim", "ratio": 0.5}}, ["prune.base: the name is taken by train.base"]),
+        ({"train/Big Net": {}}, ["train.Big Net: got the name 'Big Net'", "lower-case letters"]),
+        ({"train/..": {}}, ["train...: got the name '..'"]),
+        ({"baseline": "base"}, ["baseline: got 'base'", "base-eager, base-ort"]),
+        ({"data/calibration": 500, "data/train": 400}, ["data.calibration: got 500", "data.train (400)"]),
+        (
+            {"quantize/base-int8/samples": 8},
+            ["quantize.base-int8.samples: got 8 calibration samples for a batch of 16"],
+        ),
+        ({"quantize/base-int8/samples": 0}, ["quantize.base-int8.samples: got 0", "greater than or equal to 1"]),
+        ({"quantize/base-int8/samples": 65}, ["quantize.base-int8.samples: got 65", "data.calibration (64)"]),
+        (
+            {"quantize/base-int8/style": "tensorrt", "quantize/base-int8/calibration": "percentile"},
+            ["quantize.base-int8.calibration: got 'percentile' with style tensorrt", "minmax, entropy"],
+        ),
+        ({"build/base-ort/max_batch": 20}, ["build.base-ort.max_batch: got 20", "evaluate.batch (50)"]),
+        ({"gates/accuracy": {}}, ["gates.accuracy: got {}", "at least one of min and max"]),
+        ({"workload": "nowhere.py"}, ["workload:", "nowhere.py"]),
+        ({"benchmark/confidence": 0.999}, ["benchmark.rounds: got 8, expected at least 11"]),
+    ],
+    ids=lambda value: "&".join(map(str, value)) if isinstance(value, dict) else "",
+)
+def test_a_fault_names_key_value_and_what_was_expected(found: Any, changes: dict[str, Any], parts: list[str]) -> None:
+    text = found(changes)
+    assert any(all(part in line for part in parts) for line in text), text
+
+
+@pytest.mark.parametrize("value", ["1e-5", 1e-5, "0.5", 1])
+def test_what_is_a_number_to_a_person_is_a_number(found: Any, value: Any) -> None:
+    assert found({"train/base/lr": value}) == []
+
+
+def test_text_in_yaml_is_a_number_too(tmp_path: Path, tiny_params: dict[str, Any]) -> None:
+    (tmp_path / "params.yaml").write_text(
+        f"workload: {tiny_params['workload']}\nbaseline: base-eager\n"
+        'train: {base: {lr: 1e-5, epochs: 2}}\nprune: {slim: {from: base, ratio: "0.5"}}\n'
+        "build: {base-eager: {from: base, backend: eager}}\n"
+    )
+    tree = load(tmp_path / "params.yaml")
+    assert (tree.params.train["base"].lr, tree.params.prune["slim"].ratio) == (1e-5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"prune/slim/from": "slim"}, ["prune.slim.from"]),
+        ({"prune/slim/from": "slim-kd"}, ["prune.slim.from", "distill.slim-kd.from"]),
+        ({"distill/slim-kd/teacher": "slim-kd"}, ["distill.slim-kd.teacher"]),
+        (
+            {
+                "distill/a": {"from": "base", "teacher": "b"},
+                "distill/b": {"from": "base", "teacher": "a"},
+            },
+            ["distill.a.teacher", "distill.b.teacher"],
+        ),
+    ],
+    ids=["itself", "two", "its own teacher", "each other's teacher"],
+)
+def test_a_cycle_is_a_fault_of_each_of_its_links(found: Any, changes: dict[str, Any], named: list[str]) -> None:
+    text = found(changes)
+    assert [line.split(":")[0] for line in text] == named
+    assert all("break the cycle" in line for line in text)
+
+
+def test_all_faults_are_reported_at_once(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "NAME = PREPROCESSING = 'own'\nINPUTS, OUTPUTS, METRICS = {}, (), {'top1': None, 'top5': None}\n"
+        "samples = model = loss = None\n"
+    )
+    (tmp_path / "params.yaml").write_text(
+        "workload: own.py\nbaseline: nothing\nsparsifi: {}\n"
+        "train: {base: {epochs: 17.0}}\n"
+        "prune: {slim: {from: bass, ratio: 1.0}}\n"
+        "distill: {a: {from: base, teacher: a}}\n"
+        "export: {base-onnx: {from: base}, slim: {from: base}}\n"
+        "quantize: {base-int8: {from: base-onnx, samples: 16, batch: 32}}\n"
+        "build: {base-ort: {from: base-onnx, backend: onnxruntime, max_batch: 1}}\n"
+        "evaluate: {metric: top2}\ngates: {energy: {max: 1}, speedup: {}}\n"
+    )
+    with pytest.raises(ParamsFault) as caught:
+        load(tmp_path / "params.yaml")
+    keys = [line.split(":")[0] for line in caught.value.faults]
+    expected = [
+        "sparsifi",
+        "train.base.epochs",
+        "prune.slim.ratio",
+        "gates.energy",
+        "gates.speedup",
+        "export.slim",
+        "prune.slim.from",
+        "distill.a.teacher",
+        "baseline",
+        "quantize.base-int8.samples",
+        "build.base-ort.max_batch",
+        "evaluate.metric",
+    ]
+    assert sorted(keys) == sorted(expected)
+    assert str(caught.value).startswith(f"{tmp_path / 'params.yaml'}: 12 faults\n")

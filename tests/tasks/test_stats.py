@@ -1,0 +1,165 @@
+"""Intervals against slow, obvious references."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from scipy.optimize import brentq
+from scipy.stats import norm, t
+
+from tasks.stats import Interval, mean_score, paired_change, percentile, quotient, ratio
+
+
+def binary(ones: int, n: int) -> np.ndarray:
+    return np.repeat([1.0, 0.0], [ones, n - ones])
+
+
+def score_limits(ones: int, n: int, confidence: float) -> tuple[float, float]:
+    """Wilson's limits: where |p̂ - p| is z standard errors at p, solved numerically."""
+    z, share = norm.ppf((1 + confidence) / 2), ones / n
+
+    def excess(p: float) -> float:
+        return (share - p) ** 2 - z**2 * p * (1 - p) / n
+
+    low = 0.0 if ones == 0 else brentq(excess, 1e-12, share - 1e-12 if ones < n else 1 - 1e-9, xtol=1e-14)
+    high = 1.0 if ones == n else brentq(excess, share + 1e-12 if ones else 1e-9, 1 - 1e-12, xtol=1e-14)
+    return low, high
+
+
+@pytest.mark.parametrize("confidence", [0.8, 0.95, 0.99])
+@pytest.mark.parametrize(("ones", "n"), [(0, 20), (1, 20), (37, 50), (490, 500), (20, 20)])
+def test_accuracy_interval_is_wilsons(ones: int, n: int, confidence: float) -> None:
+    got, (low, high) = mean_score(binary(ones, n), confidence), score_limits(ones, n, confidence)
+    assert got.value == pytest.approx(ones / n)
+    assert (got.low, got.high) == pytest.approx((low, high), abs=1e-8)
+
+
+def test_interval_of_scores_that_are_not_binary_is_students() -> None:
+    scores = np.array([0.2, 0.5, 0.9, 0.4])
+    low, high = t.interval(0.9, 3, scores.mean(), scores.std(ddof=1) / 2)
+    got = mean_score(scores, 0.9)
+    assert (got.value, got.low, got.high) == pytest.approx((0.5, low, high))
+
+
+def test_paired_change_counts_gains_and_losses() -> None:
+    baseline, scores = np.array([1, 1, 1, 0, 0, 1.0]), np.array([1, 0, 0, 1, 0, 1.0])
+    got = paired_change(scores, baseline, 0.95)
+    assert got.value == pytest.approx(-1 / 6)
+    assert got.low < -1 / 6 < got.high
+
+
+def test_paired_change_adds_half_to_each_cell_of_the_table() -> None:
+    gained, lost, same = 3.5, 9.5, 88.0
+    n = gained + lost + same
+    center = (gained - lost) / n
+    error = np.sqrt((gained + lost) / n - center**2) / np.sqrt(n)
+    z = norm.ppf(0.975)
+    baseline = np.concatenate([np.zeros(3), np.ones(9), np.ones(87)])
+    scores = np.concatenate([np.ones(3), np.zeros(9), np.ones(87)])
+    got = paired_change(scores, baseline, 0.95)
+    assert (got.low, got.high) == pytest.approx((center - z * error, center + z * error))
+
+
+def test_paired_change_of_equal_scores_is_not_certain() -> None:
+    got = paired_change(binary(90, 100), binary(90, 100), 0.95)
+    assert got.value == 0
+    assert got.low < 0 < got.high
+
+
+@pytest.mark.parametrize(("gain", "loss", "n"), [(0.02, 0.04, 200), (0.01, 0.01, 100), (0.1, 0.2, 150)])
+def test_paired_change_covers_the_truth(gain: float, loss: float, n: int) -> None:
+    rng, trials, covered = np.random.default_rng(0), 2000, 0
+    for _ in range(trials):
+        change = rng.choice([1, -1, 0], n, p=[gain, loss, 1 - gain - loss])
+        baseline = np.where(change == 1, 0.0, 1.0)
+        got = paired_change(baseline + change, baseline, 0.95)
+        covered += got.low <= gain - loss <= got.high
+    assert 0.94 <= covered / trials <= 0.995
+
+
+def test_paired_change_of_scores_that_are_not_binary_is_students() -> None:
+    a, b = np.array([0.5, 0.7, 0.9]), np.array([0.4, 0.7, 0.6])
+    low, high = t.interval(0.95, 2, (a - b).mean(), (a - b).std(ddof=1) / np.sqrt(3))
+    got = paired_change(a, b, 0.95)
+    assert (got.low, got.high) == pytest.approx((low, high))
+
+
+def test_paired_change_of_different_samples_is_refused() -> None:
+    with pytest.raises(ValueError, match="paired"):
+        paired_change(np.ones(3), np.ones(4), 0.95)
+
+
+def not_refused(logs: np.ndarray, at: float, alpha: float) -> bool:
+    """Wilcoxon's exact two-sided test of the centre `at`, by all sign patterns of the ranks."""
+    differences = logs - at
+    ranks = np.abs(differences).argsort().argsort() + 1
+    seen = ranks[differences > 0].sum()
+    signs = np.array(list(itertools.product([0, 1], repeat=len(logs))))
+    sums = signs @ np.arange(1, len(logs) + 1)
+    return (sums <= seen).mean() > alpha / 2 and (sums >= seen).mean() > alpha / 2
+
+
+@pytest.mark.parametrize("confidence", [0.8, 0.95])
+@pytest.mark.parametrize("n", [6, 8, 9, 11])
+def test_ratio_interval_is_what_the_signed_rank_test_does_not_refuse(n: int, confidence: float) -> None:
+    logs = np.random.default_rng(n).normal(0.2, 0.5, n)
+    got = ratio(np.exp(logs), np.ones(n), confidence)
+    for limit, outside in ((np.log(got.low), -1e-9), (np.log(got.high), 1e-9)):
+        assert not_refused(logs, limit - outside, 1 - confidence)
+        assert not not_refused(logs, limit + outside, 1 - confidence)
+
+
+def test_ratio_is_the_median_of_all_pairwise_means() -> None:
+    a, b = np.array([2.0, 3.0, 5.0, 4.0]), np.array([1.0, 2.0, 2.0, 4.0])
+    logs = np.log(a / b)
+    means = [(logs[i] + logs[j]) / 2 for i in range(4) for j in range(i, 4)]
+    assert ratio(a, b, 0.8).value == pytest.approx(np.exp(np.median(means)))
+
+
+def test_ratio_covers_the_truth_with_shared_disturbances() -> None:
+    rng, trials, covered = np.random.default_rng(1), 1500, 0
+    for _ in range(trials):
+        common = rng.lognormal(0, 0.3, 12)
+        a, b = 2 * common * rng.lognormal(0, 0.05, 12), common * rng.lognormal(0, 0.05, 12)
+        got = ratio(a, b, 0.95)
+        covered += got.low <= 2 <= got.high
+    assert 0.94 <= covered / trials <= 0.975
+
+
+def test_two_disturbed_rounds_do_not_move_the_ratio() -> None:
+    a, b = np.full(20, 2.0), np.ones(20)
+    b[3], b[11] = 50.0, 80.0
+    got = ratio(a, b, 0.95)
+    assert (got.value, got.high) == pytest.approx((2, 2))
+    assert got.low > 0.25
+
+
+def test_too_few_rounds_give_the_whole_range() -> None:
+    got = ratio(np.array([1.0, 2.0, 4.0]), np.ones(3), 0.99)
+    assert (got.low, got.high) == pytest.approx((1, 4))
+
+
+@pytest.mark.parametrize("bad", [[1.0, np.nan], [1.0, 0.0], [1.0, np.inf], [1.0]])
+def test_unusable_measurements_are_refused(bad: list[float]) -> None:
+    with pytest.raises(ValueError, match="measurements"):
+        ratio(np.array(bad), np.ones(len(bad)), 0.95)
+
+
+def test_quotient_spreads_as_independent_log_errors() -> None:
+    rng = np.random.default_rng(2)
+    z, sa, sb = norm.ppf(0.975), 0.04, 0.07
+    a = Interval(3.0, 3.0 * np.exp(-z * sa), 3.0 * np.exp(z * sa))
+    b = Interval(1.5, 1.5 * np.exp(-z * sb), 1.5 * np.exp(z * sb))
+    drawn = 3 * rng.lognormal(0, sa, 400_000) / (1.5 * rng.lognormal(0, sb, 400_000))
+    got = quotient(a, b)
+    assert got.value == 2
+    assert (got.low, got.high) == pytest.approx(np.percentile(drawn, [2.5, 97.5]), rel=5e-3)
+
+
+@pytest.mark.parametrize(("q", "enough"), [(50, 20), (90, 100), (99, 1000)])
+def test_a_percentile_needs_ten_samples_beyond_it(q: float, enough: int) -> None:
+    samples = np.arange(enough, dtype=float)
+    assert percentile(samples, q) == pytest.approx(np.percentile(samples, q))
+    assert percentile(samples[:-1], q) is None
