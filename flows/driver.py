@@ -64,7 +64,7 @@ class Driver:
             ended = Ended(name, "skipped", f"{broken[0].stage} {broken[0].how}")
         elif not self._has_to_run(stage, before):
             ended = Ended(name, "up to date")
-        elif not stage.fan_in and self.dag.restore(name):
+        elif not stage.fan_in and name not in self.forced and self.dag.restore(name):
             ended = Ended(name, "restored")
         else:
             return self._finish(self._run(stage))
@@ -75,9 +75,10 @@ class Driver:
         return [self.ended[n] for n in self.dag.stages if n in self.ended and self.ended[n].how == "failed"]
 
     def _has_to_run(self, stage: Stage, before: list[Ended]) -> bool:
-        if stage.name in self.stale or stage.name in self.forced:
+        if stage.name in self.forced or (stage.fan_in and any(not e.ok for e in before)):
             return True
-        return any(e.how != "up to date" for e in before) and (stage.fan_in or self.dag.changed(stage.name))
+        touched = stage.name in self.stale or any(e.how != "up to date" for e in before)
+        return touched and self.dag.changed(stage.name)
 
     def _run(self, stage: Stage) -> tuple[Ended, float]:
         with self._machine.hold(stage.alone):

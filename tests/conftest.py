@@ -85,3 +85,21 @@ def project(tmp_path: Path) -> Path:
     folder = tmp_path / "project"
     folder.mkdir()
     return make_project(folder)
+
+
+@pytest.fixture(scope="session")
+def command() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`command(folder, *words)` runs a command in a project folder, with its environment."""
+    return run
+
+
+@pytest.fixture(scope="session")
+def edit() -> Callable[[Path, Callable[[dict], None]], None]:
+    """`edit(folder, change)` changes a project's params.yaml."""
+    return edit_params
+
+
+@pytest.fixture(scope="session")
+def new_project() -> Callable[[Path], Path]:
+    """`new_project(folder)` makes a fresh tiny project in an empty folder."""
+    return make_project

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from flows.machine import Machine
+
+
+class Trace:
+    """How many of each kind were inside at once."""
+
+    def __init__(self) -> None:
+        self.shared = self.alone = self.most_shared = 0
+        self.overlaps = 0
+        self.lock = threading.Lock()
+
+    def enter(self, alone: bool) -> None:
+        with self.lock:
+            self.alone += alone
+            self.shared += not alone
+            self.most_shared = max(self.most_shared, self.shared)
+            self.overlaps += self.alone > 1 or bool(self.alone and self.shared)
+
+    def leave(self, alone: bool) -> None:
+        with self.lock:
+            self.alone -= alone
+            self.shared -= not alone
+
+
+def test_stages_share_the_cores_and_measuring_is_alone(tmp_path: Path) -> None:
+    machine, trace = Machine(2, tmp_path / "lock"), Trace()
+
+    def work(alone: bool) -> None:
+        with machine.hold(alone):
+            trace.enter(alone)
+            time.sleep(0.05)
+            trace.leave(alone)
+
+    threads = [threading.Thread(target=work, args=(i % 3 == 0,)) for i in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert trace.most_shared == 2
+    assert trace.overlaps == 0
+
+
+def test_another_process_that_measures_keeps_this_one_out(tmp_path: Path) -> None:
+    script = (
+        "import sys, time\nfrom pathlib import Path\nfrom flows.machine import Machine\n"
+        "with Machine(1, Path(sys.argv[1])).hold(True):\n    print('in', flush=True)\n    sys.stdin.read()\n"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path / "lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert other.stdout and other.stdin and other.stdout.readline() == b"in\n"
+    entered = threading.Event()
+
+    def work() -> None:
+        with Machine(1, tmp_path / "lock").hold(False):
+            entered.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert not entered.wait(0.5)
+    other.stdin.close()
+    other.wait(20)
+    assert entered.wait(20)
+    thread.join()
