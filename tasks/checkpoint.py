@@ -1,7 +1,7 @@
 """Model checkpoints: weights, and the layout that pruning left, without pickled code.
 
-A file holds the workload's path, the architecture keywords, every layer attribute that
-differs from a fresh model (`layout`), and the state dict. It is read with `weights_only`,
+A file holds the workload's path, the architecture keywords, the numbers of every layer whose
+shape differs from a fresh model's (`layout`), and the state dict. It is read with `weights_only`,
 so that loading runs no code of the file's.
 """
 
@@ -21,11 +21,6 @@ from tasks.workloads.protocol import Workload, load_workload
 
 FORMAT = 1
 FILE = "model.pt"
-ATTRIBUTES: dict[type[nn.Module], tuple[str, ...]] = {
-    nn.Conv2d: ("in_channels", "out_channels", "groups"),
-    nn.BatchNorm2d: ("num_features",),
-    nn.Linear: ("in_features", "out_features"),
-}
 
 
 @dataclass
@@ -69,30 +64,43 @@ def load(folder: Path) -> Checkpoint:
     state = _read(path)
     workload = load_workload(Path(state["workload"]))
     model = workload.model(**state["architecture"])
-    for name, attributes in state["layout"].items():
-        _reshape(model.get_submodule(name), attributes, name, state["state"])
+    for name, numbers in state["layout"].items():
+        _reshape(model.get_submodule(name), numbers, name, state["state"])
     model.load_state_dict(state["state"], strict=True)
     return Checkpoint(model.eval(), state["workload"], state["architecture"])
 
 
-def layout(model: nn.Module, fresh: nn.Module) -> dict[str, dict[str, int]]:
-    """Layer attributes of `model` that differ from those of `fresh`, by module name."""
+def layout(model: nn.Module, fresh: nn.Module) -> dict[str, dict[str, Any]]:
+    """Modules of `model` with other shapes than those of `fresh`, and their numbers that differ."""
     changed = {}
     for name, module in model.named_modules():
-        names = ATTRIBUTES.get(type(module), ())
-        mine = {a: int(getattr(module, a)) for a in names}
-        if mine != {a: int(getattr(fresh.get_submodule(name), a)) for a in names}:
-            changed[name] = mine
+        other = fresh.get_submodule(name)
+        numbers = {k: v for k, v in _numbers(module).items() if _numbers(other).get(k) != v}
+        if numbers or _shapes(module) != _shapes(other):
+            changed[name] = numbers
     return changed
 
 
-def _reshape(module: nn.Module, attributes: dict[str, int], name: str, state: dict[str, torch.Tensor]) -> None:
-    for attribute, value in attributes.items():
+def _numbers(module: nn.Module) -> dict[str, Any]:
+    """A module's own whole numbers and tuples of them, such as `out_channels` or `normalized_shape`."""
+    plain = {k: tuple(v) if isinstance(v, tuple) else v for k, v in vars(module).items() if not k.startswith("_")}
+    return {k: v for k, v in plain.items() if all(type(i) is int for i in (v if isinstance(v, tuple) else (v,)))}
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    return {name: value.shape for name, value in own}
+
+
+def _reshape(module: nn.Module, numbers: dict[str, Any], name: str, state: dict[str, torch.Tensor]) -> None:
+    for attribute, value in numbers.items():
         setattr(module, attribute, value)
+    prefix = f"{name}." if name else ""
     for key, parameter in module.named_parameters(recurse=False):
-        setattr(module, key, nn.Parameter(torch.empty_like(state[f"{name}.{key}"]), parameter.requires_grad))
+        setattr(module, key, nn.Parameter(torch.empty_like(state[prefix + key]), parameter.requires_grad))
     for key, _ in module.named_buffers(recurse=False):
-        module.register_buffer(key, torch.empty_like(state[f"{name}.{key}"]))
+        if prefix + key in state:
+            setattr(module, key, torch.empty_like(state[prefix + key]))
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -112,7 +120,7 @@ def _read(path: Path) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         cause = "truncated" if head.startswith(b"PK") else "not a PyTorch file"
-        if "weights_only" in str(error) or "Unsupported global" in str(error):
+        if head.startswith((b"PK", b"\x80")) and "unsupported" in str(error).lower():
             cause = "a pickle of a whole module, which is never loaded since it can run code"
         raise Fault(
             f"{path} is not a checkpoint",

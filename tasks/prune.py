@@ -21,7 +21,7 @@ from tasks.errors import Fault
 from tasks.settings import PruneParams
 from tasks.workloads.protocol import Arrays, Workload
 
-PRUNABLE = (nn.Conv2d, nn.Linear)
+PRUNABLE = (nn.modules.conv._ConvNd, nn.Linear)
 
 
 @dataclass(frozen=True)
@@ -82,17 +82,21 @@ def prune_channels(model: nn.Module, task: Workload, train: Arrays, params: Prun
     """Remove `ratio` of each layer's output channels in place, down to multiples of `round_to`.
 
     The layers that make the model's outputs keep theirs, and so does any layer with no more
-    than `round_to` channels; every layer keeps at least one.
+    than `round_to` channels; every other keeps at least `round_to`.
     """
     example = {name: torch.from_numpy(train[name][:2]) for name in task.INPUTS}
     protected = output_layers(model, task, example)
     before = {n: widths(m) for n, m in model.named_modules() if isinstance(m, PRUNABLE)}
-    narrow = {m for m in model.modules() if isinstance(m, PRUNABLE) and widths(m)[1] <= params.round_to}
+    outputs = {m: widths(m)[1] for m in model.modules() if isinstance(m, PRUNABLE)}
+    narrow = {m for m, width in outputs.items() if width <= params.round_to}
+    # A layer that the ratio would take below `round_to` stops there; the library would leave it whole.
+    ratios = {m: min(params.ratio, 1 - (params.round_to + 0.5) / w) for m, w in outputs.items() if m not in narrow}
     pruner = tp.pruner.MagnitudePruner(
         model,
         tuple(example.values()),
         importance=_importance(params.importance),
         pruning_ratio=params.ratio,
+        pruning_ratio_dict=ratios,
         round_to=params.round_to,
         ignored_layers=list(protected | narrow),
     )
@@ -118,19 +122,28 @@ def prune_channels(model: nn.Module, task: Workload, train: Arrays, params: Prun
 
 
 def output_layers(model: nn.Module, task: Workload, example: fit.Tensors) -> set[nn.Module]:
-    """The layers whose result is an output of the model, or else the last layer that ran."""
-    ran: list[tuple[nn.Module, torch.Tensor]] = []
+    """The layers that reach an output of the model with no other layer in between."""
+    made: dict[object, nn.Module] = {}
     hooks = [
-        m.register_forward_hook(lambda m, _, out: ran.append((m, out)))
+        m.register_forward_hook(lambda m, _, out: made.update({out.grad_fn: m}))
         for m in model.modules()
         if isinstance(m, PRUNABLE)
     ]
-    with torch.no_grad():
-        outputs = fit.forward(model.eval(), task, example)
+    with torch.enable_grad():
+        outputs = fit.forward(
+            model.eval(), task, {n: v.requires_grad_(v.is_floating_point()) for n, v in example.items()}
+        )
     for hook in hooks:
         hook.remove()
-    direct = {module for module, out in ran if any(out is value for value in outputs.values())}
-    return direct or {ran[-1][0]}
+    found, todo, seen = set(), [v.grad_fn for v in outputs.values()], set()
+    while todo:
+        node = todo.pop()
+        if node in made:
+            found.add(made[node])
+        elif node is not None and node not in seen:
+            seen.add(node)
+            todo += [before for before, _ in node.next_functions]
+    return found
 
 
 def recalibrate(model: nn.Module, task: Workload, train: Arrays, batch: int = 256) -> None:
@@ -156,10 +169,10 @@ def count(model: nn.Module) -> int:
 
 def widths(module: nn.Module) -> tuple[int, int]:
     """Input and output channels (or features) of a convolution or linear layer."""
-    if isinstance(module, nn.Conv2d):
-        return module.in_channels, module.out_channels
-    assert isinstance(module, nn.Linear)
-    return module.in_features, module.out_features
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    assert isinstance(module, nn.modules.conv._ConvNd)
+    return module.in_channels, module.out_channels
 
 
 def _importance(kind: str) -> tp.importance.Importance:
@@ -184,4 +197,4 @@ def _reason(module: nn.Module, before: int, protected: set[nn.Module], params: P
         return "it makes an output of the model"
     if before <= params.round_to:
         return f"it has {before} channels, and round_to is {params.round_to}"
-    return f"its group has no whole multiple of {params.round_to} to lose at ratio {params.ratio}"
+    return f"nothing could go from its group at ratio {params.ratio} and round_to {params.round_to}"

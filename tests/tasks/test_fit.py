@@ -1,0 +1,132 @@
+"""The shared training loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tasks import fit
+from tasks.data import read
+from tasks.settings import FitParams
+
+
+@pytest.fixture
+def train_split(data_folder: Path) -> Any:
+    return read(data_folder / "train.npz")
+
+
+@pytest.fixture
+def validation_split(data_folder: Path) -> Any:
+    return read(data_folder / "validation.npz")
+
+
+@pytest.fixture
+def model(tiny: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return tiny.model(width=4)
+
+
+class Named(nn.Module):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> Any:
+        both = {"second": a + b, "first": a - b}
+        return both if self.form == "dict" else (both["first"], both["second"])
+
+
+@pytest.mark.parametrize("form", ["dict", "tuple"])
+def test_forward_names_inputs_and_outputs(make_workload: Any, form: str) -> None:
+    task = make_workload(None, {"a": ("float32", (2,)), "b": ("float32", (2,))}, ("first", "second"))
+    inputs = {"b": torch.tensor([[1.0, 2]]), "a": torch.tensor([[5.0, 7]])}
+    got = fit.forward(Named(form), task, inputs)
+    assert got["first"].tolist() == [[4, 5]]
+    assert got["second"].tolist() == [[6, 9]]
+
+
+def test_more_results_than_outputs_are_refused(make_workload: Any) -> None:
+    task = make_workload(None, {"a": ("float32", (2,)), "b": ("float32", (2,))}, ("first",))
+    with pytest.raises(ValueError, match="zip"):
+        fit.forward(Named("tuple"), task, {"a": torch.ones(1, 2), "b": torch.ones(1, 2)})
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_predict_is_in_eval_mode_in_order_and_restores_the_mode(
+    tiny: Any, model: nn.Module, validation_split: Any, mode: bool
+) -> None:
+    one_by_one = fit.predict(model, tiny, validation_split, batch=1)["logits"]
+    model.train(mode)
+    got = fit.predict(model, tiny, validation_split, batch=33)["logits"]
+    assert model.training is mode
+    np.testing.assert_allclose(got, one_by_one, atol=1e-5)
+
+
+def test_the_best_epoch_is_kept(tiny: Any, model: nn.Module, train_split: Any, validation_split: Any) -> None:
+    curve = fit.fit(
+        model, tiny, train_split, validation_split, FitParams(epochs=4, batch=64, lr=2e-2), fit.task_loss(tiny)
+    )
+    assert fit.score(model, tiny, validation_split) == max(e.validation for e in curve)
+    assert [e.epoch for e in curve] == [1, 2, 3, 4]
+    assert not model.training
+
+
+def test_a_worse_last_epoch_is_not_kept(tiny: Any, model: nn.Module, train_split: Any, validation_split: Any) -> None:
+    steps = 0
+
+    def destructive(outputs: Any, labels: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        nonlocal steps
+        steps += 1
+        loss = tiny.loss(outputs, labels)
+        return loss if steps <= 7 else -100 * loss
+
+    curve = fit.fit(model, tiny, train_split, validation_split, FitParams(epochs=2, batch=64, lr=5e-2), destructive)
+    assert curve[-1].validation < max(e.validation for e in curve)
+    assert fit.score(model, tiny, validation_split) == max(e.validation for e in curve)
+
+
+def test_a_seed_fixes_the_weights(tiny: Any, train_split: Any, validation_split: Any) -> None:
+    states = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(0)
+        model = tiny.model(width=4)
+        params = FitParams(epochs=1, batch=64, seed=seed)
+        fit.fit(model, tiny, train_split, validation_split, params, fit.task_loss(tiny))
+        states.append(torch.cat([p.flatten() for p in model.parameters()]))
+    assert torch.equal(states[0], states[1])
+    assert not torch.equal(states[0], states[2])
+
+
+def test_every_sample_is_seen_once_an_epoch_with_its_own_row(
+    tiny: Any, model: nn.Module, train_split: Any, validation_split: Any
+) -> None:
+    seen: list[int] = []
+
+    def watch(outputs: Any, labels: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        assert torch.equal(labels, torch.from_numpy(train_split["label"])[index])
+        seen.extend(index.tolist())
+        return tiny.loss(outputs, labels)
+
+    fit.fit(model, tiny, train_split, validation_split, FitParams(epochs=2, batch=48), watch)
+    n = len(train_split["label"])
+    assert sorted(seen[:n]) == sorted(seen[n:]) == list(range(n))
+    assert seen[:n] != seen[n:]
+
+
+def test_a_diverging_run_says_which_setting(
+    tiny: Any, model: nn.Module, train_split: Any, validation_split: Any
+) -> None:
+    with pytest.raises(ValueError, match=r"loss is nan in epoch 1: lower lr \(got 0.5\)"):
+        fit.fit(
+            model,
+            tiny,
+            train_split,
+            validation_split,
+            FitParams(epochs=1, lr=0.5),
+            lambda outputs, labels, index: outputs["logits"].sum() * float("nan"),
+        )
