@@ -50,6 +50,10 @@ class Dag:
         raw = self._raw[name]
         meta = raw.meta or {}
         needs = tuple(sorted(s.addressing for s in graph.successors(raw)))
+        if not isinstance(raw.cmd, str):
+            raise Fault(
+                f"stage {name} of dvc.yaml", got=raw.cmd, expected="one command", do="put several into a script"
+            )
         return Stage(
             name, raw.cmd, needs, float(meta.get("timeout_s", 3600)), bool(meta.get("alone")), bool(meta.get("fan_in"))
         )

@@ -88,7 +88,6 @@ class Driver:
         if reason is None:
             try:
                 self.dag.commit(stage.name, began)
-                layout.failure(stage.name).unlink(missing_ok=True)
                 return Ended(stage.name, "done"), outcome.seconds
             except Fault as fault:
                 reason = fault.line
@@ -104,6 +103,8 @@ class Driver:
 
     def _finish(self, result: Ended | tuple[Ended, float]) -> Ended:
         ended, seconds = result if isinstance(result, tuple) else (result, None)
+        if ended.ok:
+            layout.failure(ended.stage).unlink(missing_ok=True)
         with self._lock:
             self.ended[ended.stage] = ended
         self.progress.ended(ended.stage, ended.how, seconds, ended.reason or "")

@@ -19,6 +19,8 @@ DEFAULTS = {
 def apply(root: Path = Path()) -> None:
     """Set what isn't set: telemetry off, and all state inside the project."""
     state = (root / ".enginesmith").resolve()
+    if "PREFECT_HOME" not in os.environ:
+        (state / "prefect").mkdir(parents=True, exist_ok=True)
     for name, value in {
         **DEFAULTS,
         "PREFECT_HOME": str(state / "prefect"),
