@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from typing import Any
 
 from flows import environment
 
-environment.apply()
+# The terminal shows each stage's end and the reason of a failure; Prefect would tell it all again.
+environment.apply(PREFECT_LOGGING_LEVEL="CRITICAL", PREFECT_SERVER_LOGGING_LEVEL="CRITICAL")
 
 
 def main() -> int:
-    """Returns the exit status: 0 done, 1 something failed, 2 bad input, 130 interrupted."""
+    """Returns the exit status: 0 done, 1 something failed, 2 bad input, 130 interrupted; SIGTERM exits with 143."""
+    from flows.orphans import end_orphans
     from flows.plan import console, only_run, plan
     from tasks import layout, table
     from tasks.errors import Fault
@@ -20,9 +23,12 @@ def main() -> int:
     from tasks.params import ParamsFault
 
     out, start = console(), time.monotonic()
+    signal.signal(signal.SIGTERM, _terminated)
     try:
         with only_run():
             found = plan()
+            if not found.nothing_to_do:
+                end_orphans()
         if found.nothing_to_do:
             table.show(read_json(layout.SUMMARY), out)
             out.print(
@@ -46,6 +52,11 @@ def main() -> int:
     )
     out.print(f"report: {layout.LATEST / 'index.html'} · compare in MLflow: make ui", highlight=False)
     return 0 if state.is_completed() else 1
+
+
+def _terminated(*_: Any) -> None:
+    print("\nterminated: what finished is kept; start again to go on", file=sys.stderr)
+    sys.exit(143)
 
 
 def _flow() -> Any:

@@ -34,7 +34,7 @@ class Children:
         self._environment = environment
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._lock = threading.Lock()
-        self._stopping = False
+        self.stopping = False
 
     @property
     def running(self) -> list[str]:
@@ -62,7 +62,7 @@ class Children:
                 with self._lock:
                     self._running.pop(name, None)
         seconds = time.monotonic() - start
-        if self._stopping:
+        if self.stopping:
             raise Stopped(name)
         if status is None:
             return Outcome(seconds, f"timed out after {timeout_s:.0f} s (meta.timeout_s in dvc.yaml)")
@@ -71,7 +71,7 @@ class Children:
     def stop(self) -> None:
         """End every child and its descendants; later `run`s raise Stopped."""
         with self._lock:
-            self._stopping = True
+            self.stopping = True
             children = list(self._running.values())
         for child in children:
             _signal(child, signal.SIGTERM)
@@ -88,7 +88,7 @@ class Children:
             "ENGINESMITH_REASON": str(reason_file),
         }
         with self._lock:
-            if self._stopping:
+            if self.stopping:
                 raise Stopped(name)
             child = subprocess.Popen(
                 ["/bin/sh", "-c", f"exec {command}"],

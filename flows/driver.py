@@ -10,7 +10,7 @@ from typing import Literal
 
 from rich.console import Console
 
-from flows.child import Children
+from flows.child import Children, Stopped
 from flows.dag import Dag, Stage
 from flows.machine import Machine
 from flows.progress import Progress, log_name
@@ -57,7 +57,15 @@ class Driver:
 
     def stage(self, name: str) -> Ended:
         """Bring one stage up to date, after those it needs; never raises for a failing step."""
-        stage = self.dag.stages[name]
+        try:
+            return self._stage(self.dag.stages[name])
+        except Stopped:
+            return Ended(name, "skipped", "the run was stopped")
+
+    def _stage(self, stage: Stage) -> Ended:
+        name = stage.name
+        if self.children.stopping:
+            raise Stopped(name)
         before = [self.ended[n] for n in stage.needs]
         broken = [e for e in before if not e.ok]
         if broken and not stage.fan_in:

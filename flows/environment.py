@@ -16,13 +16,14 @@ DEFAULTS = {
 }
 
 
-def apply(root: Path = Path()) -> None:
-    """Set what isn't set: telemetry off, and all state inside the project."""
+def apply(root: Path = Path(), **more: str) -> None:
+    """Set what isn't set: `more` first, telemetry off, and all state inside the project."""
     state = (root / ".enginesmith").resolve()
     if "PREFECT_HOME" not in os.environ:
         (state / "prefect").mkdir(parents=True, exist_ok=True)
     for name, value in {
         **DEFAULTS,
+        **more,
         "PREFECT_HOME": str(state / "prefect"),
         "DVC_SITE_CACHE_DIR": str(state / "dvc"),
     }.items():

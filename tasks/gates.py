@@ -58,7 +58,7 @@ def shown(name: str, value: Interval | float) -> str:
         return middle if value.low == value.high else f"{middle} [{shown(name, value.low)}, {shown(name, value.high)}]"
     forms = {
         "accuracy": f"{value:.1%}",
-        "accuracy_change": f"{value * 100:+.1f} pt",
+        "accuracy_change": f"{value * 100:+.2f} pt",
         "speedup": f"{value:.2f}×",
         "latency_ms": f"{value:.3f} ms",
     }

@@ -19,6 +19,8 @@ from tasks.target import Target, plain
 from tasks.workloads.protocol import load_workload
 
 SCHEMA = 1
+TICKS = [0.1, 0.2, 0.5, 1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 100]
+PLACES = ("top left", "bottom right", "top right", "bottom left")
 COLORS = {
     "promoted": "#1a7f37",
     "passed": "#0969da",
@@ -152,7 +154,9 @@ def _pareto(summary: dict[str, Any]) -> str:
     import plotly.graph_objects as go
 
     figure = go.Figure()
-    drawn = [v for v in summary["variants"] if v["accuracy"] and v["speedup"]]
+    drawn = sorted(
+        (v for v in summary["variants"] if v["accuracy"] and v["speedup"]), key=lambda v: v["speedup"]["value"]
+    )
     for verdict in dict.fromkeys(v["verdict"] for v in ordered(drawn)):
         group = [v for v in drawn if v["verdict"] == verdict]
         figure.add_scatter(
@@ -163,7 +167,7 @@ def _pareto(summary: dict[str, Any]) -> str:
             error_y=_bars(group, "accuracy"),
             text=[v["name"] for v in group],
             mode="markers+text",
-            textposition="top center",
+            textposition=[PLACES[drawn.index(v) % len(PLACES)] for v in group],
             marker={
                 "size": 10,
                 "color": COLORS[verdict],
@@ -186,6 +190,7 @@ def _pareto(summary: dict[str, Any]) -> str:
         xaxis_title=f"speed-up over {summary['baseline']} (log)",
         yaxis_title=summary["metric"],
         xaxis_type="log",
+        xaxis_tickvals=TICKS,
         yaxis_tickformat=".0%",
     )
     return str(figure.to_html(full_html=False, include_plotlyjs=True, config={"displaylogo": False}))

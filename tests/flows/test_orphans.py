@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from flows.orphans import end_orphans
+
+
+def test_only_temporary_servers_of_this_project_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
+
+    def sleeper(**more: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["sleep", "600"], env={**os.environ, **more})
+
+    mine = sleeper(PREFECT__SERVER_EPHEMERAL="1")
+    others = [sleeper(), sleeper(PREFECT__SERVER_EPHEMERAL="1", PREFECT_HOME=str(tmp_path / "other"))]
+    try:
+        assert end_orphans() == 1
+        assert mine.wait(10) != 0
+        assert [p.poll() for p in others] == [None, None]
+    finally:
+        for process in (mine, *others):
+            process.kill()
