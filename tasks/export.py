@@ -82,7 +82,7 @@ def to_onnx(
             exported = torch.export.export(
                 model, tuple(inputs.values()), dynamic_shapes=tuple({0: batch} for _ in inputs)
             )
-        except (torch._dynamo.exc.UserError, ValueError) as error:
+        except (torch._dynamo.exc.UserError, ValueError, RuntimeError) as error:
             raise Fault(
                 "the batch is not dynamic",
                 got=_first_line(error),
@@ -108,7 +108,8 @@ def to_onnx(
     del proto.metadata_props[:]
     onnx_file.annotate(proto, notes or {})
     if external_data:
-        onnx.save(proto, path, save_as_external_data=True, location=f"{path.name}.data", size_threshold=0)
+        # Small tensors stay inside: ONNX Runtime reads no shapes from a sidecar.
+        onnx.save(proto, path, save_as_external_data=True, location=f"{path.name}.data", size_threshold=1024)
     else:
         onnx.save(proto, path)
 

@@ -34,6 +34,8 @@ def load(folder: Path) -> onnx.ModelProto:
         raise Fault(f"no model {path}", got="nothing there", expected=expected, do="run `dvc repro` or `dvc pull`")
     try:
         model = onnx.load(path, load_external_data=False)
+        if not model.graph.output:
+            raise ValueError("no graph")
     except Exception as error:
         raise Fault(
             f"{path} is not an ONNX file",

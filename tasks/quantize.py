@@ -1,7 +1,7 @@
 """Post-training INT8 quantisation with explicit Q/DQ nodes, in the style of the runtime.
 
-`onnxruntime`: unsigned activations, signed per-channel weights, reduced range (7 bits), which
-does not saturate on CPUs without VNNI. `tensorrt`: symmetric, signed, per channel, no
+`onnxruntime`: unsigned activations, signed per-channel weights of reduced range (7 bits), which
+do not saturate on CPUs without VNNI. `tensorrt`: symmetric, signed, per channel, no
 quantised bias, placed for TensorRT's fusions by NVIDIA ModelOpt.
 Calibration: min-max; entropy (KL divergence, Migacz 2017, GTC S7310); percentile.
 See Wu et al. 2020, arXiv:2004.09602.
@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -90,35 +91,19 @@ def quantize(source: Path, workload: Path, data: Path, target: Path, params: Qua
 
 
 def _onnxruntime(source: Path, folder: Path, samples: Arrays, task: Workload, params: QuantizeParams) -> None:
-    from onnxruntime.quantization import CalibrationMethod, QuantType
-    from onnxruntime.quantization.calibrate import create_calibrator
+    from onnxruntime.quantization import QuantType
     from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
     from onnxruntime.quantization.registry import QDQRegistry
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
     prepared = source / "prepared.onnx"
     quant_pre_process(source / onnx_file.FILE, prepared, skip_symbolic_shape=True)
-    method = {
-        "minmax": CalibrationMethod.MinMax,
-        "entropy": CalibrationMethod.Entropy,
-        "percentile": CalibrationMethod.Percentile,
-    }
-    options = (
-        {"num_bins": ENTROPY_BINS}
-        if params.calibration == "entropy"
-        else {"percentile": params.percentile, "symmetric": False}
-    )
-    calibrator = create_calibrator(
-        prepared,
-        list(QDQRegistry),
-        augmented_model_path=str(source / "augmented.onnx"),
-        calibrate_method=method[params.calibration],
-        extra_options={} if params.calibration == "minmax" else options,
-    )
-    calibrator.collect_data(Reader(samples, list(task.INPUTS), params.batch))
-    ranges = calibrator.compute_data()
-    found = {name: ranges[name].range_value for name in ranges.keys()}  # noqa: SIM118
-    check_ranges({name: (float(np.ravel(low)[0]), float(np.ravel(high)[0])) for name, (low, high) in found.items()})
+    inputs = {name: samples[name] for name in task.INPUTS}
+    try:
+        ranges = _ranges(prepared, inputs, params, params.calibration)
+    except ValueError:
+        _ranges(prepared, inputs, params, "minmax")  # A histogram of infinities fails without the tensor's name.
+        raise
     quantizer = QDQQuantizer(
         onnx.load(prepared),
         per_channel=True,
@@ -133,6 +118,35 @@ def _onnxruntime(source: Path, folder: Path, samples: Arrays, task: Workload, pa
     )
     quantizer.quantize_model()
     quantizer.model.save_model_to_file(str(folder / onnx_file.FILE), False)
+
+
+def _ranges(model: Path, inputs: Arrays, params: QuantizeParams, method: str) -> Any:
+    """ONNX Runtime's activation ranges by `method`; Fault if one is not finite, naming its tensor."""
+    from onnxruntime.quantization import CalibrationMethod
+    from onnxruntime.quantization.calibrate import create_calibrator
+    from onnxruntime.quantization.registry import QDQRegistry
+
+    known: dict[str, tuple[Any, dict[str, Any]]] = {
+        "minmax": (CalibrationMethod.MinMax, {}),
+        "entropy": (CalibrationMethod.Entropy, {"num_bins": ENTROPY_BINS}),
+        "percentile": (CalibrationMethod.Percentile, {"percentile": params.percentile, "symmetric": False}),
+    }
+    calibrate_method, options = known[method]
+    calibrator = create_calibrator(
+        model,
+        list(QDQRegistry),
+        augmented_model_path=str(model.with_name("augmented.onnx")),
+        calibrate_method=calibrate_method,
+        extra_options=options,
+    )
+    # The library's histograms want batches of one size: the largest that leaves no partial one.
+    n = len(next(iter(inputs.values())))
+    size = next(s for s in range(min(params.batch, n), 0, -1) if n % s == 0)
+    calibrator.collect_data(Reader(inputs, list(inputs), size))
+    ranges = calibrator.compute_data()
+    found = {name: ranges[name].range_value for name in ranges.keys()}  # noqa: SIM118
+    check_ranges({name: (float(np.ravel(low)[0]), float(np.ravel(high)[0])) for name, (low, high) in found.items()})
+    return ranges
 
 
 def _tensorrt(source: Path, folder: Path, samples: Arrays, task: Workload, params: QuantizeParams) -> None:

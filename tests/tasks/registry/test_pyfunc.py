@@ -1,0 +1,93 @@
+"""The champion as a consumer gets it: in another process, elsewhere, without the project."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tasks import layout
+from tasks.files import read_json
+
+CONSUMER = """
+import json, sys
+import mlflow, numpy as np
+try:
+    model = mlflow.pyfunc.load_model(sys.argv[1])
+except Exception as error:
+    sys.exit(f"refused: {error}")
+import tasks
+with np.load(sys.argv[2]) as test:
+    images, labels = test["image"], test["label"]
+by_name = model.predict({"image": images})["logits"]
+one = model.predict({"image": images[:1]})["logits"]
+plain = model.predict(images)["logits"]
+refusals = []
+for bad in (images[:0], images[:2, :, :, :7], images[:2].astype("int64")):
+    try:
+        model.predict({"image": bad})
+        refusals.append("accepted")
+    except Exception as error:
+        refusals.append(" ".join(str(error).split()))
+print(json.dumps({
+    "code": tasks.__file__,
+    "torch": "torch" in sys.modules,
+    "shape": by_name.shape,
+    "accuracy": float((by_name.argmax(1) == labels).mean()),
+    "one": float(abs(one - by_name[:1]).max()),
+    "plain": bool((plain == by_name).all()),
+    "refusals": refusals,
+}))
+"""
+
+
+def consume(place: Any, folder: Path, program: str, *words: str) -> subprocess.CompletedProcess[str]:
+    kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "MLFLOW_TRACKING_URI")}
+    folder.mkdir()
+    return subprocess.run(
+        [sys.executable, "-c", program, f"models:/tiny@champion-{place.here.id}", *words],
+        cwd=folder,
+        env={**kept, "MLFLOW_TRACKING_URI": f"sqlite:///{place.root / 'mlflow.db'}"},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_fresh_process_predicts_with_the_recorded_accuracy(place: Any, tmp_path: Path) -> None:
+    place.record()
+    place.promote("thin-ort")
+    test = place.root / layout.DATA / "test.npz"
+    (place.root / "tasks").rename(place.root / "gone")
+    done = consume(place, tmp_path / "elsewhere", CONSUMER, str(test))
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert "mlartifacts" in Path(told["code"]).parts, "the model must carry its own code"
+    assert not told["torch"], "an ONNX Runtime engine needs no PyTorch"
+    assert told["shape"] == [150, 4]
+    assert told["accuracy"] == pytest.approx(read_json(layout.report("evaluate", "thin-ort"))["accuracy"]["value"])
+    assert told["one"] < 1e-5
+    assert told["plain"]
+    empty, shape, kind = told["refusals"]
+    assert "batch out of range" in empty and "1 to 64" in empty
+    assert "8, 7" in shape
+    assert "int64" in kind
+
+
+def test_a_damaged_engine_is_not_opened(place: Any, tmp_path: Path) -> None:
+    place.record()
+    place.promote("thin-ort")
+    engine = next((place.root / "mlartifacts").rglob("engine.onnx"))
+    raw = np.fromfile(engine, np.uint8)
+    raw[len(raw) // 2] ^= 255
+    raw.tofile(engine)
+    done = consume(place, tmp_path / "elsewhere", CONSUMER, "unused")
+    assert done.returncode != 0
+    assert "refused: " in done.stderr
+    assert "is not the one its manifest describes" in done.stderr
+    assert "dvc repro build@thin-ort" in done.stderr

@@ -1,0 +1,189 @@
+"""What a comparison leaves in MLflow, and what a second one adds."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tasks import layout
+from tasks.data import read, write
+from tasks.files import read_json
+from tasks.record import flat_metrics, in_store
+from tasks.results import restore
+
+ENGINES = ["wide-eager", "wide-ort", "thin-ort"]
+PARENT = "mlflow.parentRunId"
+
+
+def told(name: str) -> dict[str, Any]:
+    return next(v for v in read_json(layout.COMPARISON)["variants"] if v["name"] == name)
+
+
+def retime(place: Any, name: str) -> None:
+    """A variant measured again, with other numbers."""
+    path = layout.report("benchmark", name)
+    timing = read_json(path)["timing"]
+    place.change(path, timing={**timing, "p50": timing["p50"] * 1.01})
+    place.compare()
+
+
+def files(store: Any, run: str, path: str | None = None) -> set[str]:
+    return {
+        f
+        for item in store.list_artifacts(run, path)
+        for f in (files(store, run, item.path) if item.is_dir else {item.path})
+    }
+
+
+def test_one_parent_and_one_nested_run_for_each_variant(place: Any) -> None:
+    report = place.record()
+    assert (report.experiment, report.logged, report.reused) == ("tiny", 3, 0)
+    parent = place.store.get_run(report.parent_run_id)
+    assert parent.info.status == "FINISHED"
+    assert parent.data.params["baseline"] == "wide-eager"
+    assert parent.data.tags["target"] == place.here.id
+    assert parent.data.tags["winner"] == read_json(layout.COMPARISON)["winner"]
+    assert files(place.store, report.parent_run_id) == {"compare.json"}
+    nested = place.runs(f"tags.`{PARENT}` = '{report.parent_run_id}'")
+    assert {run.info.run_name: run.info.run_id for run in nested} == report.runs
+    assert sorted(report.runs) == sorted(ENGINES)
+    assert len(place.runs()) == 4
+
+
+def test_a_run_holds_lineage_numbers_tags_and_files(place: Any) -> None:
+    report = place.record()
+    run, variant = place.store.get_run(report.runs["thin-ort"]), told("thin-ort")
+    assert run.info.status == "FINISHED"
+    assert run.data.params["train.thin.epochs"] == "4"
+    assert run.data.params["export.thin-onnx.from"] == "thin"
+    assert run.data.params["build.thin-ort.backend"] == "onnxruntime"
+    assert not [k for k in run.data.params if ".wide" in k]
+    tags = run.data.tags
+    assert tags["lineage"] == "thin > thin-onnx > thin-ort"
+    assert tags["steps"] == "train > export > build"
+    assert tags["target"] == place.here.id
+    assert tags["verdict"] == variant["verdict"] == "passed"
+    assert tags["engine_sha256"] == read_json(layout.artifact("thin-ort") / "manifest.json")["engine_sha256"]
+    assert tags["test_sha256"] == read_json(layout.report("evaluate", "thin-ort"))["test_sha256"]
+    metrics = run.data.metrics
+    assert all(math.isfinite(v) for v in metrics.values())
+    assert metrics["accuracy"] == variant["accuracy"]["value"]
+    assert metrics["speedup_low"] == variant["speedup"]["low"]
+    assert metrics["latency_ms"] == variant["latency_ms"]["p50"]
+    assert metrics["size_bytes_engine"] == variant["size_bytes"]["engine"]
+    assert {"accuracy_low", "accuracy_change_high", "throughput_per_s"} <= set(metrics)
+    assert files(place.store, run.info.run_id) == {
+        "manifest/manifest.json",
+        *(f"{step}/thin-ort.json" for step in ("build", "evaluate", "benchmark")),
+    }
+
+
+@pytest.mark.parametrize(
+    ("order", "key"),
+    [
+        ("metrics.accuracy DESC", lambda v: -v["accuracy"]["value"]),
+        ("metrics.latency_ms ASC", lambda v: v["latency_ms"]["p50"]),
+        ("metrics.size_bytes_engine ASC", lambda v: v["size_bytes"]["engine"]),
+    ],
+)
+def test_ranking(place: Any, order: str, key: Any) -> None:
+    scores = read(layout.scores("wide-ort"))["scores"]
+    write(layout.scores("wide-ort"), {"scores": np.where(np.arange(len(scores)) < 9, 0.0, scores)})
+    place.compare()
+    place.record()
+    ranked = [run.info.run_name for run in place.runs("tags.variant LIKE '%'", order_by=[order])]
+    assert len(ranked) == 3
+    values = [key(told(name)) for name in ranked]
+    assert values == sorted(values)
+    assert len(set(values)) > 1
+
+
+def test_nothing_is_logged_twice(place: Any) -> None:
+    first, second = place.record(), place.record()
+    assert (second.logged, second.reused) == (0, 3)
+    assert (second.parent_run_id, second.runs) == (first.parent_run_id, first.runs)
+    assert len(place.runs()) == 4
+
+
+def test_only_the_changed_variant_is_logged_again(place: Any) -> None:
+    first = place.record()
+    retime(place, "thin-ort")
+    second = place.record()
+    assert (second.logged, second.reused) == (1, 2)
+    assert second.parent_run_id != first.parent_run_id
+    assert {n for n in ENGINES if second.runs[n] != first.runs[n]} == {"thin-ort"}
+    assert [r.info.run_name for r in place.runs(f"tags.`{PARENT}` = '{second.parent_run_id}'")] == ["thin-ort"]
+    third = place.record()
+    assert (third.logged, third.parent_run_id, third.runs) == (0, second.parent_run_id, second.runs)
+    assert len(place.runs()) == 6
+
+
+def test_a_failed_variant_is_a_failed_run_with_the_reason(place: Any) -> None:
+    layout.report("evaluate", "wide-ort").unlink()
+    place.compare()
+    run = place.store.get_run(place.record().runs["wide-ort"])
+    assert run.info.status == "FAILED"
+    assert run.data.tags["verdict"] == "failed"
+    assert "no result of evaluate" in run.data.tags["reasons"]
+    assert place.record().logged == 0
+
+
+def test_numbers_that_are_not_finite_are_not_logged(place: Any) -> None:
+    raw = json.loads(json.dumps(told("thin-ort")))
+    raw["accuracy"]["low"], raw["throughput_per_s"] = math.nan, math.inf
+    flat = flat_metrics(restore(raw))
+    assert "accuracy" in flat and "accuracy_low" not in flat and "throughput_per_s" not in flat
+
+
+def test_a_half_logged_variant_is_logged_again(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow import MlflowClient
+
+    real = MlflowClient.log_artifact
+
+    def full_disk(self: Any, run: str, path: str, folder: str | None = None) -> None:
+        if Path(path).name == "wide-ort.json":
+            raise OSError("No space left on device")
+        real(self, run, path, folder)
+
+    monkeypatch.setattr(MlflowClient, "log_artifact", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        place.record()
+    assert {r.info.run_name: r.info.status for r in place.runs("tags.variant LIKE '%'")} == {
+        "thin-ort": "FINISHED",
+        "wide-eager": "FINISHED",
+        "wide-ort": "FAILED",
+    }
+    assert not place.runs("attributes.status = 'RUNNING'")
+    monkeypatch.undo()
+    monkeypatch.chdir(place.root)
+    report = place.record()
+    assert (report.logged, report.reused) == (1, 2)
+    assert place.store.get_run(report.parent_run_id).info.status == "FINISHED"
+
+
+@pytest.mark.parametrize("which", ["parent", "thin-ort"])
+def test_a_deleted_run_is_missed_and_made_anew(place: Any, which: str) -> None:
+    first = place.record()
+    assert in_store()
+    gone = first.parent_run_id if which == "parent" else first.runs[which]
+    place.store.delete_run(gone)
+    assert not in_store()
+    second = place.record()
+    assert gone not in (second.parent_run_id, *second.runs.values())
+    assert second.logged == (0 if which == "parent" else 1)
+    assert in_store()
+
+
+def test_runs_of_another_target_are_not_reused(place: Any) -> None:
+    from dataclasses import replace
+
+    from tasks.record import record
+
+    place.record()
+    other = record(place.tree, place.workload, replace(place.here, id="cpu-other"))
+    assert (other.logged, other.reused) == (3, 0)

@@ -1,0 +1,88 @@
+"""ONNX files: sidecars, shapes, metadata."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from tasks import onnx_file
+from tasks.errors import Fault
+from tasks.files import size_bytes
+
+
+def model_of(batch: int | str | None, opset: int = 18) -> onnx.ModelProto:
+    """y = x + w, with the given first axis."""
+    shape = None if batch is None else [batch, 2]
+    graph = helper.make_graph(
+        [helper.make_node("Add", ["x", "w"], ["y"])],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [] if shape is None else shape)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 2])],
+        [numpy_helper.from_array(np.array([1.0, 2.0], np.float32), "w")],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("other", 3), helper.make_opsetid("", opset)])
+
+
+@pytest.fixture
+def with_sidecar(tmp_path: Path) -> Path:
+    onnx.save(model_of("n"), tmp_path / "model.onnx", save_as_external_data=True, location="w.data", size_threshold=0)
+    return tmp_path
+
+
+def test_weights_are_read_from_the_sidecar(with_sidecar: Path) -> None:
+    model = onnx_file.load(with_sidecar)
+    assert numpy_helper.to_array(model.graph.initializer[0]).tolist() == [1, 2]
+
+
+def test_a_sidecar_counts_in_the_size(with_sidecar: Path) -> None:
+    bare = (with_sidecar / "model.onnx").stat().st_size
+    assert size_bytes(with_sidecar) == bare + (with_sidecar / "w.data").stat().st_size > bare
+
+
+def test_a_missing_sidecar_is_named(with_sidecar: Path) -> None:
+    assert onnx_file.sidecars(onnx.load(with_sidecar / "model.onnx", load_external_data=False)) == ["w.data"]
+    (with_sidecar / "w.data").unlink()
+    with pytest.raises(Fault, match="lost its external data") as caught:
+        onnx_file.load(with_sidecar)
+    assert f"no file {with_sidecar / 'w.data'}" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"not a model", b"\xff" * 100])
+def test_a_file_that_is_no_onnx_is_a_fault_with_its_size(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.onnx").write_bytes(content)
+    with pytest.raises(Fault, match="is not an ONNX file") as caught:
+        onnx_file.load(tmp_path)
+    assert f"{len(content)} bytes" in str(caught.value)
+
+
+def test_an_empty_file_is_a_fault(tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_bytes(b"")
+    with pytest.raises(Fault, match="is not an ONNX file"):
+        onnx_file.load(tmp_path)
+
+
+def test_a_missing_model_is_a_fault(tmp_path: Path) -> None:
+    with pytest.raises(Fault, match="no model"):
+        onnx_file.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("batch", "faults"), [("n", []), (8, ["x axis 0 is 8"]), (1, ["x axis 0 is 1"]), (None, ["x has no batch axis"])]
+)
+def test_fixed_axes_are_named(batch: int | str | None, faults: list[str]) -> None:
+    assert onnx_file.fixed_axes(model_of(batch)) == faults
+
+
+def test_opset_is_that_of_the_default_domain() -> None:
+    assert onnx_file.opset(model_of("n", 20)) == 20
+
+
+def test_notes_replace_what_was_there() -> None:
+    model = model_of("n")
+    onnx_file.annotate(model, {"old": "1"})
+    onnx_file.annotate(model, {"b": "2", "a": "1"})
+    assert list(onnx_file.notes(model).items()) == [("a", "1"), ("b", "2")]
