@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +23,9 @@ from tasks.workloads.protocol import load_workload
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities import Run
 
+PARENT = "mlflow.parentRunId"
 METRICS = ("accuracy", "accuracy_change", "speedup", "latency_ms")
 
 
@@ -49,49 +53,68 @@ def record(tree: Tree, workload: Path, here: Target) -> RecordReport:
     name = load_workload(workload).NAME
     experiment = tracking.experiment(store, name)
     variants = [results.restore(v) for v in comparison["variants"]]
-    known = {v.name: _known(store, experiment, v, here) for v in variants}
-    if all(known.values()) and variants:
-        first = store.get_run(str(known[variants[0].name]))
-        parent = first.data.tags["mlflow.parentRunId"]
-        return RecordReport(name, experiment, parent, {k: str(v) for k, v in known.items()}, 0, len(known))
+    found = {v.name: _known(store, experiment, v, here) for v in variants}
+    known = {k: str(run.info.run_id) for k, run in found.items() if run}
+    if len(known) == len(variants) and (last := _last_parent(store, [run for run in found.values() if run])):
+        return RecordReport(name, experiment, last, known, 0, len(known))
     runs: dict[str, str] = {}
-    tags = {**_flow_tags(), "target": here.id, "workload": name, "winner": str(comparison["winner"])}
+    tags = {**_flow_tags(), "target": here.id, "workload": name, "winner": comparison["winner"] or "none"}
     with _run(store, experiment, f"optimize {datetime.now(UTC):%Y-%m-%d %H:%M:%S}", tags) as parent:
         store.log_param(parent, "baseline", tree.params.baseline)
         store.log_artifact(parent, str(layout.COMPARISON))
         for variant in variants:
-            runs[variant.name] = known[variant.name] or _log(store, experiment, parent, variant, tree, here)
+            runs[variant.name] = known.get(variant.name) or _log(store, experiment, parent, variant, tree, here)
             print(f"recorded {len(runs)}/{len(variants)}: {variant.name}", flush=True)
-    reused = sum(1 for v in known.values() if v)
-    return RecordReport(name, experiment, parent, runs, len(runs) - reused, reused)
+    return RecordReport(name, experiment, parent, runs, len(runs) - len(known), len(known))
 
 
 def in_store(path: Path = layout.RECORD) -> bool:
-    """Whether the runs that a record names are in the store; closes dead runs on the way."""
+    """Whether the runs that a record names are in the store, none deleted; closes dead runs on the way."""
     from mlflow.exceptions import MlflowException
 
     if not path.is_file():
         return False
     store = tracking.client()
     tracking.close_dead_runs(store)
+    told = read_json(path)
     try:
-        return bool(store.get_run(read_json(path)["parent_run_id"]))
-    except MlflowException:
-        return False
+        runs = [store.get_run(run) for run in {told["parent_run_id"], *told["runs"].values()}]
+    except MlflowException as error:
+        if tracking.absent(error):
+            return False
+        raise
+    return all(run.info.lifecycle_stage == "active" for run in runs)
 
 
-def _known(store: MlflowClient, experiment: str, variant: Variant, here: Target) -> str | None:
+def _known(store: MlflowClient, experiment: str, variant: Variant, here: Target) -> Run | None:
+    """The latest run that holds all of a variant's records: `content` is the last that is logged."""
     closed = "attributes.status != 'RUNNING' and attributes.status != 'KILLED'"
     query = f"tags.content = '{variant.content}' and tags.target = '{here.id}' and {closed}"
-    found = store.search_runs([experiment], query, max_results=1)
-    return found[0].info.run_id if found else None
+    found = store.search_runs([experiment], query, max_results=1, order_by=["attributes.start_time DESC"])
+    return found[0] if found else None
+
+
+def _last_parent(store: MlflowClient, runs: list[Run]) -> str | None:
+    """The parent of the latest of these runs, None if there is none that was finished and kept."""
+    from mlflow.exceptions import MlflowException
+
+    for run in sorted(runs, key=lambda r: -r.info.start_time)[:1]:
+        try:
+            parent = store.get_run(run.data.tags[PARENT])
+        except MlflowException as error:
+            if not tracking.absent(error):
+                raise
+            return None
+        if parent.info.status == "FINISHED" and parent.info.lifecycle_stage == "active":
+            return str(parent.info.run_id)
+    return None
 
 
 def _log(store: MlflowClient, experiment: str, parent: str, variant: Variant, tree: Tree, here: Target) -> str:
     from mlflow.entities import Metric, Param
 
     tags = {
-        "mlflow.parentRunId": parent,
+        PARENT: parent,
         "target": here.id,
         "variant": variant.name,
         "lineage": " > ".join(variant.lineage),
@@ -101,11 +124,11 @@ def _log(store: MlflowClient, experiment: str, parent: str, variant: Variant, tr
         "reasons": " ".join(variant.reasons)[:4000],
         "engine_sha256": str(variant.engine_sha256),
         "test_sha256": str(variant.test_sha256),
-        "content": str(variant.content),
     }
     with _run(store, experiment, variant.name, tags, failed=variant.verdict == "failed") as run:
         params = [Param(k, str(v)[:6000]) for k, v in lineage_params(tree, variant.lineage).items()]
-        metrics = [Metric(k, v, 0, 0) for k, v in flat_metrics(variant).items()]
+        now = int(time.time() * 1e3)
+        metrics = [Metric(k, v, now, 0) for k, v in flat_metrics(variant).items()]
         store.log_batch(run, metrics=metrics, params=params)
         for file in (
             layout.artifact(variant.name) / "manifest.json",
@@ -113,6 +136,7 @@ def _log(store: MlflowClient, experiment: str, parent: str, variant: Variant, tr
         ):
             if file.is_file():
                 store.log_artifact(run, str(file), "manifest" if file.name == "manifest.json" else file.parent.name)
+        store.set_tag(run, "content", str(variant.content))
     return run
 
 
@@ -127,7 +151,7 @@ def lineage_params(tree: Tree, lineage: tuple[str, ...]) -> dict[str, Any]:
 
 
 def flat_metrics(variant: Variant) -> dict[str, float]:
-    """Numbers of a variant by MLflow metric name; intervals as NAME, NAME_low and NAME_high."""
+    """Finite numbers of a variant by MLflow metric name; intervals as NAME, NAME_low and NAME_high."""
     flat = {f"size_bytes_{kind}": float(size) for kind, size in variant.size_bytes.items()}
     for name in METRICS:
         if got := metric(variant, name):
@@ -137,7 +161,7 @@ def flat_metrics(variant: Variant) -> dict[str, float]:
             flat[f"latency_ms_{key}"] = float(variant.latency_ms[key] or 0)
     if variant.throughput_per_s is not None:
         flat["throughput_per_s"] = variant.throughput_per_s
-    return flat
+    return {name: value for name, value in flat.items() if math.isfinite(value)}
 
 
 @contextmanager

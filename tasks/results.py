@@ -89,6 +89,8 @@ def _variant(tree: Tree, name: str) -> Variant:
         return _measured(tree, base)
     except Fault as fault:
         return replace(base, reasons=(fault.line,))
+    except (ValueError, KeyError, TypeError) as error:
+        return replace(base, reasons=(f"its records are not usable ({type(error).__name__}: {error})",))
 
 
 def _measured(tree: Tree, variant: Variant) -> Variant:

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import os
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
+from tasks.errors import Fault
+
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 os.environ.setdefault("DO_NOT_TRACK", "true")
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
 
 EMBEDDED = Path("mlflow.db")
 ARTIFACTS = Path("mlartifacts")
 OWNER = "enginesmith.process"
+ANSWER_S = 10.0
+CLOCK_S = 5.0
 
 
 def uri() -> str:
@@ -23,14 +33,23 @@ def uri() -> str:
 
 
 def client() -> MlflowClient:
-    """A client of the store, which is created where it is the project's own."""
+    """A client of the store, which is created where it is the project's own.
+
+    Raises Fault if the store is a server that doesn't answer.
+    """
     import logging
 
+    _require_answer(uri())
     logging.getLogger("alembic").setLevel(logging.WARNING)
     import mlflow
 
     mlflow.set_tracking_uri(uri())
     return mlflow.MlflowClient()
+
+
+def absent(error: MlflowException) -> bool:
+    """Whether the store says that there is no such thing, rather than that it can't tell."""
+    return error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 
 
 def experiment(store: MlflowClient, name: str) -> str:
@@ -44,7 +63,8 @@ def experiment(store: MlflowClient, name: str) -> str:
             return str(store.create_experiment(name, artifact_location=location))
         except MlflowException:
             found = store.get_experiment_by_name(name)
-            assert found is not None
+            if found is None:
+                raise
     if found.lifecycle_stage == "deleted":
         store.restore_experiment(found.experiment_id)
     return str(found.experiment_id)
@@ -52,18 +72,46 @@ def experiment(store: MlflowClient, name: str) -> str:
 
 def close_dead_runs(store: MlflowClient) -> int:
     """Close runs of this host whose process is gone as KILLED; returns how many."""
-    import psutil
-
     closed = 0
     for found in store.search_experiments():
         for run in store.search_runs([found.experiment_id], "attributes.status = 'RUNNING'"):
-            host, _, pid = run.data.tags.get(OWNER, "").rpartition(":")
-            if host == os.uname().nodename and not psutil.pid_exists(int(pid)):
+            if _dead(run.data.tags.get(OWNER, "")):
                 store.set_terminated(run.info.run_id, "KILLED")
                 closed += 1
     return closed
 
 
 def owner() -> str:
-    """This process, as a tag on runs it has open."""
-    return f"{os.uname().nodename}:{os.getpid()}"
+    """This process, as a tag on runs it has open: host, process id, and when it started."""
+    return f"{os.uname().nodename}:{os.getpid()}:{psutil.Process().create_time():.0f}"
+
+
+def _dead(tag: str) -> bool:
+    """Whether a run's owner was a process of this host that is gone, even if its id is in use again."""
+    host, _, process = tag.partition(":")
+    pid, _, started = process.partition(":")
+    if host != os.uname().nodename or not pid.isdecimal():
+        return False
+    try:
+        found = psutil.Process(int(pid))
+        same = not started or abs(found.create_time() - float(started)) <= CLOCK_S
+        return found.status() == psutil.STATUS_ZOMBIE or not same
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _require_answer(place: str) -> None:
+    """MLflow's own client retries for minutes; ask once instead."""
+    if not place.startswith(("http:", "https:")):
+        return
+    try:
+        urllib.request.urlopen(f"{place.rstrip('/')}/health", timeout=ANSWER_S).close()
+    except urllib.error.HTTPError:
+        return
+    except OSError as error:
+        raise Fault(
+            "no MLflow server answers",
+            got=f"{place}: {getattr(error, 'reason', error)}",
+            expected="the server that MLFLOW_TRACKING_URI names",
+            do="start it, or unset MLFLOW_TRACKING_URI to use the project's own store",
+        ) from None
