@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+UI_PORT     ?= 5000
+SERVER_PORT ?= 4200
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export DO_NOT_TRACK := true
 export MLFLOW_DISABLE_TELEMETRY := true
@@ -27,11 +29,15 @@ test: $(VENV)/.test ## Lint, type checks and all tests
 	$(BIN)/mypy
 	$(BIN)/pytest
 
-ui: $(VENV)/.run ## Open the MLflow UI on http://127.0.0.1:5000
-	$(BIN)/mlflow server --backend-store-uri sqlite:///mlflow.db --host 127.0.0.1 --port 5000 --workers 1
+ui: $(VENV)/.run ## Serve the MLflow UI of the embedded store on http://127.0.0.1:5000 (UI_PORT)
+	MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false $(BIN)/mlflow server --backend-store-uri sqlite:///mlflow.db \
+		--artifacts-destination mlartifacts --host 127.0.0.1 --port $(UI_PORT) --workers 1
 
-server: $(VENV)/.run ## Run a Prefect server on http://127.0.0.1:4200
-	PREFECT_HOME="$(CURDIR)/.enginesmith/prefect" $(BIN)/prefect server start
+server: $(VENV)/.run ## Run a Prefect server on http://127.0.0.1:4200 (SERVER_PORT)
+	@mkdir -p .enginesmith/prefect
+	PREFECT_HOME="$(CURDIR)/.enginesmith/prefect" \
+	PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE=prefect.server.concurrency.lease_storage.filesystem \
+	$(BIN)/prefect server start --host 127.0.0.1 --port $(SERVER_PORT)
 
 deploy: $(VENV)/.run ## Deploy the schedule of infra/prefect.yaml to the server at PREFECT_API_URL
 	@infra/deploy $(BIN)
