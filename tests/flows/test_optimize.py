@@ -137,8 +137,10 @@ def test_a_failing_variant_leaves_the_others_running(copy: Path, command, edit) 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_a_signal_ends_all_children_and_keeps_what_was_finished(
-    project: Path, number: int, status: int, command
+    copy: Path, number: int, status: int, command, edit
 ) -> None:
+    project = copy
+    edit(project, lambda p: p["train"]["base"].update(epochs=3))
     log = (project / "out.txt").open("w")
     from_here = {**os.environ, "PYTHONPATH": str(project), "PYTHONUNBUFFERED": "1"}
     flow = subprocess.Popen([sys.executable, "-c", FLOW], cwd=project, env=from_here, stdout=log, stderr=log)
