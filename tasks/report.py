@@ -112,11 +112,9 @@ def _entry(variant: Variant, run: str | None) -> dict[str, Any]:
 
 def page(summary: dict[str, Any]) -> str:
     """The report as one HTML page that needs no network."""
-    from jinja2 import Environment, FileSystemLoader, select_autoescape
+    from jinja2 import Environment, FileSystemLoader
 
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).with_name("templates")), autoescape=select_autoescape()
-    )
+    environment = Environment(loader=FileSystemLoader(Path(__file__).with_name("templates")), autoescape=True)
     rows = [row(v) for v in ordered(summary["variants"])]
     return environment.get_template("report.html.j2").render(
         summary=summary, rows=rows, plot=_pareto(summary), colors=COLORS

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from tasks.report import ordered, row
@@ -39,7 +40,7 @@ def show(summary: dict[str, Any], console: Console) -> None:
             cells["speedup"],
             cells["size"],
             f"[{style}]{cells['verdict']}[/]",
-            cells["reason"],
+            escape(cells["reason"]),
         )
     console.print(table)
     champion = summary["champion"]

@@ -1,0 +1,160 @@
+"""The judgement: finalists, the winner, and what each loser is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tasks import layout, results
+from tasks.compare import WINS, _winner, compare, finalists, judged_variants
+from tasks.data import read, write
+from tasks.files import read_json, write_json
+from tasks.measure import Timing
+from tasks.params import Tree
+from tasks.results import Variant
+from tasks.stats import Interval
+
+
+def variant(name: str, accuracy: float, speed: float, width: float = 0.02, verdict: str = "passed") -> Variant:
+    return Variant(
+        name,
+        ("base", name),
+        "onnxruntime",
+        accuracy=Interval(accuracy, accuracy - 0.01, accuracy + 0.01),
+        speedup=Interval(speed, speed * (1 - width), speed * (1 + width)),
+        verdict=verdict,
+    )
+
+
+def timing(ms: float, seed: int) -> Timing:
+    """Twelve rounds with noise of 0.1 %."""
+    medians = tuple(ms * np.random.default_rng(seed).normal(1, 1e-3, 12))
+    return Timing(1, ms, ms, None, ms, 600, 1e3 / ms, True, medians)
+
+
+def test_finalists_are_the_front_and_the_plain_engines(tree: Tree) -> None:
+    judged = [
+        variant("base-ort", 0.9, 1.5),
+        variant("fast", 0.9, 3.0),
+        variant("accurate", 0.95, 2.0),
+        variant("beaten", 0.89, 1.9),
+        variant("close", 0.9, 2.98),
+        variant("refused", 0.99, 9.0, verdict="rejected"),
+    ]
+    assert finalists(tree, judged) == ["fast", "close", "accurate", "base-ort"]
+
+
+@pytest.mark.parametrize(
+    ("times", "winner"),
+    [
+        ({"a": 1.0, "b": 2.0}, "a"),
+        ({"a": 2.0, "b": 1.0}, "b"),
+        ({"a": 1.0, "b": 1.0001}, "b"),
+        ({"a": 1.0001, "b": 1.0}, "b"),
+    ],
+    ids=["a is faster", "b is faster", "tied, b is more accurate", "tied, b is both"],
+)
+def test_the_fastest_wins_and_among_the_tied_the_most_accurate(times: dict[str, float], winner: str) -> None:
+    passed = [variant("a", 0.90, 2.0), variant("b", 0.95, 2.0)]
+    assert _winner(passed, {n: timing(t, seed) for seed, (n, t) in enumerate(times.items())}, 0.95) == winner
+
+
+def test_the_common_measurement_counts_before_the_separate_ones() -> None:
+    passed = [variant("a", 0.9, 9.0), variant("b", 0.9, 2.0)]
+    assert _winner(passed, {"a": timing(2.0, 0), "b": timing(1.0, 1)}, 0.95) == "b"
+    assert _winner(passed, {}, 0.95) == "a"
+
+
+def test_nothing_passed_is_no_winner() -> None:
+    assert _winner([], {}, 0.95) is None
+
+
+@pytest.fixture
+def planted(tree: Tree) -> Any:
+    """`planted(name, speed)`: rewrite an engine's benchmark as so many times the baseline's speed."""
+
+    def plant(name: str, speed: float) -> None:
+        path = layout.report("benchmark", name)
+        raw = read_json(path)
+        raw["timing"]["medians"] = [m / speed * (1 + 1e-4 * i) for i, m in enumerate(raw["baseline"]["medians"])]
+        write_json(path, {**raw, "unstable": None})
+
+    for name in tree.engines:
+        if name != "base-rtx":
+            plant(name, 1.0)
+    return plant
+
+
+def test_the_plain_engine_stays_what_a_compressed_one_is_held_against(tree: Tree, planted: Any) -> None:
+    planted("base-ort", 4.0)
+    planted("slim-kd-ort", 2.0)
+    planted("base-int8-ort", 0.5)
+    comparison = compare(tree, layout.DATA)
+    found = {v["name"]: v for v in comparison.variants}
+    assert comparison.winner == "base-ort"
+    assert found["base-ort"]["reasons"][0] == WINS
+    assert any("than the plain onnxruntime engine base-ort" in r for r in found["base-int8-ort"]["reasons"])
+    assert found["base-int8-ort"]["verdict"] == "rejected"
+    assert found["base-eager"]["reasons"] == ("it is the baseline",)
+    assert found["base-rtx"]["verdict"] == "not_run"
+
+
+def test_finalists_are_measured_head_to_head_in_common_rounds(tree: Tree, planted: Any) -> None:
+    for name in ("base-ort", "slim-kd-ort"):
+        planted(name, 4.0)
+    comparison = compare(tree, layout.DATA)
+    assert set(comparison.head_to_head) == {"base-ort", "slim-kd-ort"}
+    assert {len(t.medians) for t in comparison.head_to_head.values()} == {8}
+    assert comparison.winner in comparison.head_to_head
+    loser = next(
+        v for v in comparison.variants if v["name"] in comparison.head_to_head and v["name"] != comparison.winner
+    )
+    assert loser["reasons"][0].startswith(f"head to head, {comparison.winner} is ")
+
+
+def test_a_worse_accuracy_is_rejected_however_fast(tree: Tree, planted: Any) -> None:
+    planted("slim-kd-ort", 9.0)
+    planted("base-ort", 2.0)
+    scores = read(layout.scores("slim-kd-ort"))["scores"]
+    scores[:150] = 0
+    write(layout.scores("slim-kd-ort"), {"scores": scores})
+    comparison = compare(tree, layout.DATA)
+    slim = next(v for v in comparison.variants if v["name"] == "slim-kd-ort")
+    assert slim["verdict"] == "rejected"
+    assert "accuracy_change" in slim["reasons"][0]
+    assert comparison.winner == "base-ort"
+
+
+def test_all_rejected_is_no_winner_and_no_measurement(tree: Tree, planted: Any) -> None:
+    comparison = compare(tree, layout.DATA)
+    assert comparison.winner is None
+    assert comparison.head_to_head == {}
+
+
+def test_contents_change_with_the_records_alone(tree: Tree, planted: Any) -> None:
+    first, again = (compare(tree, layout.DATA).variants for _ in range(2))
+    assert [v["content"] for v in first] == [v["content"] for v in again]
+    planted("base-ort", 3.0)
+    changed = compare(tree, layout.DATA).variants
+    assert [a["name"] for a, b in zip(first, changed, strict=True) if a["content"] != b["content"]] == ["base-ort"]
+
+
+def test_a_variant_comes_back_from_the_comparison(tree: Tree, planted: Any) -> None:
+    planted("base-ort", 3.0)
+    comparison = compare(tree, layout.DATA)
+    judged = {v.name: v for v in judged_variants(tree)}
+    for raw in comparison.variants:
+        back = results.restore(raw)
+        assert replace(back, reasons=(), content=None) == replace(judged[back.name], reasons=(), content=None)
+
+
+def test_no_result_of_the_baseline_promotes_nothing(tree: Tree, planted: Any, project_copy: Path) -> None:
+    planted("base-ort", 3.0)
+    layout.report("evaluate", "base-eager").unlink()
+    comparison = compare(tree, layout.DATA)
+    assert comparison.winner is None
+    assert {v["verdict"] for v in comparison.variants} <= {"failed", "rejected", "not_run"}

@@ -1,0 +1,80 @@
+"""Accuracy of a built engine, sample by sample."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tasks import checkpoint
+from tasks.data import read
+from tasks.errors import Fault
+from tasks.evaluate import evaluate, run
+from tasks.files import read_json, sha256
+from tasks.fit import predict
+from tasks.settings import EvaluateParams
+
+
+@pytest.mark.parametrize("name", ["base-eager", "base-ort"])
+def test_scores_are_those_of_the_model_on_the_test_split(
+    line: Path, data_folder: Path, artifact: Any, tiny: Any, name: str
+) -> None:
+    test = read(data_folder / "test.npz")
+    logits = predict(checkpoint.load(artifact("base")).model, tiny, test)["logits"]
+    scores = read(line / f"results/evaluate/{name}.npz")["scores"]
+    assert scores.tolist() == (logits.argmax(1) == test["label"]).tolist()
+
+
+def test_the_report_is_of_the_scores(line: Path, data_folder: Path, artifact: Any) -> None:
+    report = read_json(line / "results/evaluate/base-ort.json")
+    scores = read(line / "results/evaluate/base-ort.npz")["scores"]
+    assert (report["metric"], report["n"], report["not_run"]) == ("accuracy", 300, None)
+    assert report["accuracy"]["value"] == pytest.approx(scores.mean())
+    assert report["accuracy"]["low"] < scores.mean() <= report["accuracy"]["high"]
+    assert report["test_sha256"] == sha256(data_folder / "test.npz")
+    assert report["engine_sha256"] == sha256(artifact("base-ort") / "engine.onnx")
+
+
+@pytest.mark.parametrize("batch", [1, 64, 49])
+def test_the_batch_does_not_change_the_scores(
+    line: Path, artifact: Any, workload_path: Path, data_folder: Path, tmp_path: Path, batch: int
+) -> None:
+    evaluate(artifact("base-ort"), workload_path, data_folder, tmp_path / "s.npz", EvaluateParams(batch=batch))
+    expected = read(line / "results/evaluate/base-ort.npz")["scores"]
+    assert np.array_equal(read(tmp_path / "s.npz")["scores"], expected)
+
+
+def test_an_engine_that_cannot_run_here_has_a_reason_and_no_number(line: Path) -> None:
+    report = read_json(line / "results/evaluate/base-rtx.json")
+    assert report["not_run"].startswith("built, not run here")
+    assert (report["accuracy"], report["n"]) == (None, 0)
+    assert len(read(line / "results/evaluate/base-rtx.npz")["scores"]) == 0
+
+
+def test_other_preprocessing_is_refused(artifact: Any, workload_path: Path, data_folder: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(artifact("base-ort"), tmp_path / "base-ort"))
+    raw = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**raw, "preprocessing": "tiny-v0"}))
+    with pytest.raises(Fault, match="preprocessing tiny-v0") as caught:
+        evaluate(folder, workload_path, data_folder, tmp_path / "s.npz", EvaluateParams())
+    assert caught.value.expected == "tiny-v1"
+    assert not (tmp_path / "s.npz").exists()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_outputs_that_are_not_finite_are_refused(tiny: Any, bad: float) -> None:
+    def outputs(batch: Any) -> Any:
+        logits = np.zeros((len(batch["image"]), 4), np.float32)
+        logits[batch["image"][:, 0, 0, 0] == 5, 2] = bad
+        return {"logits": logits}
+
+    images = np.arange(8, dtype=np.float32).reshape(8, 1, 1, 1) * np.ones((1, 1, 8, 8), np.float32)
+    samples = {"image": images, "label": np.zeros(8)}
+    with pytest.raises(Fault, match="output logits is not finite") as caught:
+        run(SimpleNamespace(run=outputs), tiny, samples, 3)
+    assert caught.value.got == "NaN or infinity for 1 of 8 samples, first 5"

@@ -1,0 +1,131 @@
+"""Gates: whole intervals, finite numbers, the baseline's own test data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from tasks.gates import judge, metric, shown
+from tasks.results import Variant
+from tasks.settings import Bound, GateParams
+from tasks.stats import Interval
+
+BASE = Variant("base", ("base",), "eager", accuracy=Interval(0.9, 0.88, 0.92), test_sha256="t")
+GOOD = Variant(
+    "good",
+    ("base", "good"),
+    "onnxruntime",
+    accuracy=Interval(0.9, 0.88, 0.92),
+    accuracy_change=Interval(0.0, -0.01, 0.01),
+    latency_ms={"p50": 2.0, "p90": None, "p99": None, "n": 30, "batch": 1},
+    speedup=Interval(2.0, 1.8, 2.2),
+    size_bytes={"model": 900, "engine": 1000},
+    verdict="",
+    test_sha256="t",
+)
+
+
+def verdict(variant: Variant, **gates: Bound | None) -> tuple[str, tuple[str, ...]]:
+    judged = judge(variant, GateParams(**gates), BASE)
+    return judged.verdict, judged.reasons
+
+
+def test_a_variant_within_all_gates_passes() -> None:
+    assert verdict(GOOD) == ("passed", ())
+
+
+@pytest.mark.parametrize(
+    ("low", "passes"), [(-0.0201, False), (-0.02, False), (-0.0199, True)], ids=["below", "at", "above"]
+)
+def test_accuracy_must_not_be_inferior_by_the_margin_with_its_whole_interval(low: float, passes: bool) -> None:
+    got, reasons = verdict(replace(GOOD, accuracy_change=Interval(0.0, low, 0.05)))
+    assert (got == "passed") is passes
+    if not passes:
+        assert reasons == (
+            f"accuracy_change +0.00 pt [{low * 100:+.2f} pt, +5.00 pt] is not above -2.00 pt with its whole interval",
+        )
+
+
+@pytest.mark.parametrize(("low", "passes"), [(0.99, False), (1.0, False), (1.01, True)])
+def test_the_whole_interval_of_the_speedup_must_lie_above_one(low: float, passes: bool) -> None:
+    assert (verdict(replace(GOOD, speedup=Interval(1.5, low, 2.0)))[0] == "passed") is passes
+
+
+@pytest.mark.parametrize(
+    ("gates", "named"),
+    [
+        ({"accuracy": Bound(min=0.885)}, "accuracy 90.0% [88.0%, 92.0%] is not above 88.5%"),
+        ({"accuracy": Bound(max=0.91)}, "is not below 91.0%"),
+        ({"latency_ms": Bound(max=1.5)}, "latency_ms 2.000 ms is not below 1.500 ms"),
+        ({"size_bytes": Bound(max=1000)}, "size_bytes 1,000 is not below 1,000"),
+        ({"speedup": Bound(min=1.0, max=2.1)}, "speedup 2.00× [1.80×, 2.20×] is not below 2.10×"),
+    ],
+)
+def test_each_gate_says_what_it_refused(gates: dict[str, Bound], named: str) -> None:
+    got, reasons = verdict(GOOD, **gates)
+    assert got == "rejected"
+    assert len(reasons) == 1
+    assert named in reasons[0]
+
+
+def test_every_gate_that_fails_gives_a_reason() -> None:
+    slow = replace(GOOD, speedup=Interval(0.5, 0.4, 0.6), accuracy_change=Interval(-0.1, -0.2, 0.0))
+    assert len(verdict(slow)[1]) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"accuracy_change": None},
+        {"speedup": None},
+        {"speedup": Interval(math.nan, math.nan, math.nan)},
+        {"speedup": Interval(math.inf, 2.0, math.inf)},
+        {"accuracy_change": Interval(0.0, 0.0, math.nan)},
+    ],
+)
+def test_only_finite_and_complete_numbers_pass(change: dict[str, Interval | None]) -> None:
+    got, reasons = verdict(replace(GOOD, **change))
+    assert (got, reasons) == ("rejected", (f"{next(iter(change))} has no finite number",))
+
+
+def test_other_test_data_is_rejected() -> None:
+    got, reasons = verdict(replace(GOOD, test_sha256="u"))
+    assert (got, reasons) == ("rejected", ("it was evaluated on other test data than the baseline",))
+
+
+def test_the_baseline_is_never_promoted() -> None:
+    assert verdict(replace(GOOD, name="base")) == ("rejected", ("it is the baseline",))
+
+
+@pytest.mark.parametrize("baseline", [None, replace(BASE, accuracy=None)])
+def test_without_a_baseline_nothing_passes(baseline: Variant | None) -> None:
+    assert judge(GOOD, GateParams(), baseline).verdict == "rejected"
+
+
+@pytest.mark.parametrize("kept", ["failed", "not_run", "unstable"])
+def test_an_earlier_verdict_stays(kept: str) -> None:
+    variant = replace(GOOD, verdict=kept, reasons=("because",))
+    assert judge(variant, GateParams(), BASE) == variant
+
+
+def test_a_variant_without_measurements_has_no_metric() -> None:
+    bare = Variant("bare", ("bare",), "eager")
+    assert [metric(bare, name) for name, _ in GateParams()] == [None] * 5
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("accuracy", 0.987, "98.7%"),
+        ("accuracy_change", -0.0123, "-1.23 pt"),
+        ("speedup", 1.5, "1.50×"),
+        ("latency_ms", 0.1234, "0.123 ms"),
+        ("size_bytes", 12345, "12,345"),
+        ("speedup", Interval(1.5, 1.4, 1.6), "1.50× [1.40×, 1.60×]"),
+        ("latency_ms", Interval(2.0, 2.0, 2.0), "2.000 ms"),
+    ],
+)
+def test_numbers_are_shown_as_people_read_them(name: str, value: float | Interval, text: str) -> None:
+    assert shown(name, value) == text

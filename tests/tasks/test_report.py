@@ -1,0 +1,167 @@
+"""The summary and the page."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks import layout, target
+from tasks.compare import WINS, compare
+from tasks.files import read_json, sha256, write_json
+from tasks.params import Tree, load
+from tasks.report import ordered, page, report, row
+
+KEYS = {
+    "name", "lineage", "also", "backend", "accuracy", "accuracy_change", "latency_ms", "throughput_per_s",
+    "speedup", "size_bytes", "verdict", "reasons", "mlflow_run_id", "engine_sha256", "test_sha256",
+}  # fmt: skip
+
+
+PROMOTION = {
+    "promoted": "base-ort",
+    "variant": "base-ort",
+    "model": "tiny",
+    "alias": "champion-here",
+    "version": 3,
+    "reasons": ["first of its target"],
+}
+
+
+@pytest.fixture(scope="module")
+def finished(line: Path, workload_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the line with a planted winner, its promotion and the report."""
+    folder = tmp_path_factory.mktemp("finished") / "project"
+    shutil.copytree(line, folder)
+    with contextlib.chdir(folder):
+        path = layout.report("benchmark", "base-ort")
+        raw = read_json(path)
+        raw["timing"]["medians"] = [m / 9 for m in raw["baseline"]["medians"]]
+        write_json(path, {**raw, "unstable": None})
+        for name in ("slim-kd-ort", "base-int8-ort"):
+            path = layout.report("benchmark", name)
+            write_json(path, {**read_json(path), "unstable": "planted"})
+        tree = load(layout.PARAMS)
+        write_json(layout.COMPARISON, compare(tree, layout.DATA))
+        write_json(layout.RECORD, {"runs": {"base-ort": "run1"}})
+        write_json(layout.PROMOTION, PROMOTION)
+        report(tree, workload_path, target.fingerprint(), layout.DATA, layout.LATEST)
+    return folder
+
+
+@pytest.fixture
+def summary(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The summary; the working directory is a copy of the finished project."""
+    shutil.copytree(finished, tmp_path / "project")
+    monkeypatch.chdir(tmp_path / "project")
+    return read_json(layout.SUMMARY)
+
+
+@pytest.fixture
+def tree(summary: dict[str, Any]) -> Tree:
+    return load(layout.PARAMS)
+
+
+def test_the_summary_holds_what_is_documented(summary: dict[str, Any], tree: Tree) -> None:
+    assert summary["schema"] == 1
+    assert [v["name"] for v in summary["variants"]] == list(tree.engines)
+    assert all(set(v) >= KEYS for v in summary["variants"])
+    assert {v["verdict"] for v in summary["variants"]} <= {
+        "promoted", "passed", "rejected", "unstable", "failed", "not_run",
+    }  # fmt: skip
+    assert summary["target"] == target.plain(target.fingerprint())
+    assert summary["data_sha256"]["test"] == sha256(layout.DATA / "test.npz")
+    assert set(summary["data_sha256"]) == {"train", "calibration", "validation", "test"}
+
+
+def test_a_measured_variant_has_its_numbers(summary: dict[str, Any]) -> None:
+    variant = next(v for v in summary["variants"] if v["name"] == "base-ort")
+    assert set(variant["accuracy"]) == {"value", "low", "high", "n"}
+    assert set(variant["speedup"]) == {"value", "low", "high", "versus"}
+    assert variant["speedup"]["versus"] == "base-eager"
+    assert set(variant["latency_ms"]) == {"p50", "p90", "p99", "n", "batch"}
+    assert variant["mlflow_run_id"] == "run1"
+    assert variant["engine_sha256"] == sha256(layout.artifact("base-ort") / "engine.onnx")
+
+
+def test_the_promoted_variant_says_so(summary: dict[str, Any]) -> None:
+    verdicts = {v["name"]: v["verdict"] for v in summary["variants"]}
+    assert verdicts["base-ort"] == "promoted"
+    assert list(verdicts.values()).count("promoted") == 1
+    reasons = next(v["reasons"] for v in summary["variants"] if v["name"] == "base-ort")
+    assert "first of its target" in reasons
+    assert WINS in reasons
+
+
+def test_a_winner_that_is_not_promoted_is_told_why(summary: dict[str, Any], tree: Tree, workload_path: Path) -> None:
+    write_json(layout.PROMOTION, {**PROMOTION, "promoted": None, "version": 2, "reasons": ["not faster than it"]})
+    report(tree, workload_path, target.fingerprint(), layout.DATA, layout.LATEST)
+    winner = next(v for v in read_json(layout.SUMMARY)["variants"] if v["name"] == "base-ort")
+    assert winner["verdict"] == "passed"
+    assert winner["reasons"][-2:] == ["the champion stays version 2", "not faster than it"]
+
+
+def test_the_digest_of_the_params_ignores_how_they_are_written(
+    summary: dict[str, Any], tree: Tree, workload_path: Path
+) -> None:
+    raw = json.loads(layout.PARAMS.read_text())
+    raw["train"]["base"]["lr"] = "0.01"
+    layout.PARAMS.write_text(json.dumps(dict(reversed(raw.items())), indent=3))
+    for lr, same in (("1e-2", True), (0.02, False)):
+        raw["train"]["base"]["lr"] = lr
+        layout.PARAMS.write_text(json.dumps(raw))
+        report(load(layout.PARAMS), workload_path, target.fingerprint(), layout.DATA, layout.LATEST)
+        assert (read_json(layout.SUMMARY)["params_sha256"] == summary["params_sha256"]) is same
+
+
+def test_the_page_shows_every_variant_and_needs_no_network(summary: dict[str, Any]) -> None:
+    html = (layout.LATEST / "index.html").read_text()
+    for variant in summary["variants"]:
+        assert f"<b>{variant['name']}</b>" in html
+    assert "Champion: base-ort" in html
+    assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=[\"']?(?:https?:)?//", html)
+
+
+def test_without_a_champion_the_page_says_not_to_deploy(summary: dict[str, Any]) -> None:
+    assert "don't deploy" in page({**summary, "champion": None}).replace("&#39;", "'")
+
+
+def test_reasons_are_escaped_on_the_page(summary: dict[str, Any]) -> None:
+    summary["variants"][0]["reasons"] = ["<script>alert(1)</script>"]
+    assert "<script>alert(1)" not in page(summary)
+
+
+def test_the_table_for_dvc_holds_what_was_measured(summary: dict[str, Any]) -> None:
+    with (layout.LATEST / "variants.csv").open() as stream:
+        rows = {r["variant"]: r for r in csv.DictReader(stream)}
+    measured = {v["name"]: v for v in summary["variants"] if v["speedup"]}
+    assert rows.keys() == measured.keys()
+    assert float(rows["base-ort"]["accuracy"]) == measured["base-ort"]["accuracy"]["value"]
+    assert float(rows["base-ort"]["speedup"]) == measured["base-ort"]["speedup"]["value"]
+
+
+def test_the_promoted_comes_first_and_the_fastest_before_the_slower() -> None:
+    def entry(name: str, verdict: str, speed: float | None) -> dict[str, Any]:
+        return {"name": name, "verdict": verdict, "speedup": {"value": speed} if speed else None}
+
+    mixed = [
+        entry("f", "failed", None),
+        entry("slow", "rejected", 0.5),
+        entry("fast", "rejected", 2),
+        entry("p", "passed", 1.5),
+        entry("best", "promoted", 1.2),
+    ]
+    assert [v["name"] for v in ordered(mixed)] == ["best", "p", "fast", "slow", "f"]
+
+
+def test_a_row_without_numbers_has_dashes(summary: dict[str, Any]) -> None:
+    cells = row(next(v for v in summary["variants"] if v["name"] == "base-rtx"))
+    assert (cells["accuracy"], cells["speedup"], cells["latency"]) == ("–", "–", "–")
+    assert cells["size"].endswith("KiB")
+    assert cells["reason"].startswith("built, not run here")

@@ -1,0 +1,137 @@
+"""Variants are computed from what was recorded, and records that don't belong together are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tasks import layout, results
+from tasks.data import read, write
+from tasks.errors import Fault
+from tasks.files import read_json, size_bytes, write_json
+from tasks.params import Tree, load
+from tasks.results import Variant
+from tasks.stats import Interval, mean_score, paired_change
+
+
+def by_name(tree: Tree) -> dict[str, Variant]:
+    return {v.name: v for v in results.variants(tree)}
+
+
+def change(path: Path, **values: Any) -> None:
+    write_json(path, {**read_json(path), **values})
+
+
+def test_every_engine_is_a_variant_in_the_order_of_the_file(tree: Tree) -> None:
+    assert tuple(by_name(tree)) == tree.engines
+
+
+def test_a_variants_numbers_are_those_of_its_records(tree: Tree) -> None:
+    variant = by_name(tree)["base-int8-ort"]
+    scores, baseline = (read(layout.scores(n))["scores"] for n in ("base-int8-ort", "base-eager"))
+    timed = read_json(layout.report("benchmark", "base-int8-ort"))
+    assert variant.accuracy == mean_score(scores, 0.95)
+    assert variant.accuracy_change == paired_change(scores, baseline, 0.95)
+    assert variant.samples == 300
+    assert variant.speedup == Interval(**timed["speedup"])
+    assert variant.latency_ms == {k: timed["timing"][k] for k in ("p50", "p90", "p99", "n", "batch")}
+    assert variant.throughput_per_s == timed["timing"]["throughput_per_s"]
+    assert (variant.lineage, variant.backend) == (("base", "base-onnx", "base-int8", "base-int8-ort"), "onnxruntime")
+
+
+def test_sizes_are_of_the_nearest_artifact_of_each_kind(tree: Tree, artifact: Any) -> None:
+    sizes = by_name(tree)["slim-kd-ort"].size_bytes
+    assert sizes == {
+        "model": size_bytes(artifact("slim-kd")),
+        "onnx": size_bytes(artifact("slim-kd-onnx")),
+        "engine": size_bytes(artifact("slim-kd-ort") / "engine.onnx"),
+    }
+
+
+def test_what_cannot_run_here_is_not_run(tree: Tree) -> None:
+    variant = by_name(tree)["base-rtx"]
+    assert variant.verdict == "not_run"
+    assert variant.reasons[0].startswith("built, not run here")
+    assert (variant.accuracy, variant.speedup) == (None, None)
+    assert variant.size_bytes["engine"] > 0
+
+
+@pytest.mark.parametrize("step", ["build", "evaluate", "benchmark"])
+def test_a_missing_record_fails_its_variant_alone(tree: Tree, step: str) -> None:
+    layout.report(step, "base-ort").unlink()
+    found = by_name(tree)
+    assert found["base-ort"].verdict == "failed"
+    assert found["base-ort"].reasons == (f"no result of {step}: run `dvc repro {step}@base-ort`",)
+    assert found["slim-kd-ort"].verdict != "failed"
+
+
+def test_a_failed_parent_fails_what_descends_from_it(tree: Tree) -> None:
+    write_json(layout.failure("prune@slim"), {"stage": "prune@slim", "reason": "killed by signal 9"})
+    found = by_name(tree)
+    assert found["slim-kd-ort"].reasons == ("prune@slim failed: killed by signal 9",)
+    assert [n for n, v in found.items() if v.verdict == "failed"] == ["slim-kd-ort"]
+
+
+@pytest.mark.parametrize(
+    ("step", "key", "what"),
+    [
+        ("evaluate", "engine_sha256", "accuracy"),
+        ("benchmark", "engine_sha256", "latency"),
+        ("benchmark", "baseline_sha256", "baseline's latency"),
+        ("evaluate", "test_sha256", "test data"),
+    ],
+)
+def test_a_record_of_something_else_fails_its_variant(tree: Tree, step: str, key: str, what: str) -> None:
+    change(layout.report(step, "base-ort"), **{key: "0" * 64})
+    variant = by_name(tree)["base-ort"]
+    assert variant.verdict == "failed"
+    assert f"the {what} of base-ort was recorded of something else: got 000000000000" in variant.reasons[0]
+
+
+def test_an_edited_engine_fails_its_variant(tree: Tree) -> None:
+    with (layout.artifact("base-ort") / "engine.onnx").open("ab") as stream:
+        stream.write(b"\0")
+    assert "is not the one its manifest describes" in by_name(tree)["base-ort"].reasons[0]
+
+
+def test_scores_of_another_number_of_samples_fail_their_variant(tree: Tree) -> None:
+    write(layout.scores("base-ort"), {"scores": np.ones(7)})
+    assert by_name(tree)["base-ort"].verdict == "failed"
+
+
+def test_an_unstable_measurement_keeps_its_numbers_and_says_so(tree: Tree) -> None:
+    change(layout.report("benchmark", "base-ort"), unstable="the latency did not settle")
+    variant = by_name(tree)["base-ort"]
+    assert (variant.verdict, variant.reasons) == ("unstable", ("the latency did not settle",))
+    assert variant.speedup is not None
+
+
+def test_engines_of_equal_bytes_are_one_variant(project_copy: Path) -> None:
+    raw = json.loads(layout.PARAMS.read_text())
+    raw["build"]["twin"] = raw["build"]["base-ort"]
+    layout.PARAMS.write_text(json.dumps(raw))
+    shutil.copytree(layout.artifact("base-ort"), layout.artifact("twin"))
+    for step in ("build", "evaluate", "benchmark"):
+        shutil.copy(layout.report(step, "base-ort"), layout.report(step, "twin"))
+    shutil.copy(layout.scores("base-ort"), layout.scores("twin"))
+    found = by_name(load(layout.PARAMS))
+    assert "twin" not in found
+    assert found["base-ort"].also == ("twin",)
+    assert found["base-eager"].also == ()
+
+
+def test_a_variant_survives_json(tree: Tree, tmp_path: Path) -> None:
+    for variant in (*results.variants(tree), replace(by_name(tree)["base-ort"], also=("twin",), reasons=("why",))):
+        write_json(tmp_path / "v.json", results.plain(variant))
+        assert results.restore(read_json(tmp_path / "v.json")) == variant
+
+
+def test_a_missing_file_of_an_earlier_step_names_the_command(tmp_path: Path) -> None:
+    with pytest.raises(Fault, match="run `dvc repro compare`"):
+        results.required(tmp_path / "compare.json", "dvc repro compare")

@@ -1,0 +1,76 @@
+"""The table in the terminal."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tasks.table import show
+
+
+def variant(name: str, verdict: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "lineage": ["base", name],
+        "also": [],
+        "backend": "onnxruntime",
+        "accuracy": {"value": 0.9, "low": 0.88, "high": 0.92, "n": 300},
+        "accuracy_change": {"value": 0.0, "low": -0.01, "high": 0.01},
+        "latency_ms": {"p50": 1.0, "p90": None, "p99": None, "n": 30, "batch": 1},
+        "speedup": {"value": 2.0, "low": 1.9, "high": 2.1, "versus": "base"},
+        "size_bytes": {"engine": 2048},
+        "verdict": verdict,
+        "reasons": [f"reason of {name}"],
+        **changes,
+    }
+
+
+@pytest.fixture
+def summary() -> dict[str, Any]:
+    return {
+        "workload": "tiny",
+        "target": {"name": "a machine"},
+        "metric": "accuracy",
+        "baseline": "base",
+        "champion": {"variant": "best", "version": 4, "model": "tiny", "alias": "champion-here", "reasons": []},
+        "variants": [
+            variant(
+                "broken", "failed", accuracy=None, accuracy_change=None, latency_ms=None, speedup=None, size_bytes={}
+            ),
+            variant("best", "promoted", also=["twin"]),
+            variant("odd[red]", "unstable"),
+        ],
+    }
+
+
+def printed(summary: dict[str, Any]) -> str:
+    stream = io.StringIO()
+    show(summary, Console(file=stream, width=200))
+    return stream.getvalue()
+
+
+def test_every_variant_has_its_numbers_verdict_and_reason(summary: dict[str, Any]) -> None:
+    lines = printed(summary).splitlines()
+    best = next(line for line in lines if "best = twin" in line)
+    for part in ("90.0% [88.0%, 92.0%]", "2.00× [1.90×, 2.10×]", "2 KiB", "promoted", "reason of best"):
+        assert part in best
+    broken = next(line for line in lines if "broken" in line)
+    assert "failed" in broken
+    assert "–" in broken
+
+
+def test_the_champion_is_named_with_its_address(summary: dict[str, Any]) -> None:
+    assert "champion: best, version 4 of models:/tiny@champion-here" in printed(summary)
+
+
+@pytest.mark.parametrize("champion", [None, {"variant": None, "version": None, "model": "tiny", "alias": "a"}])
+def test_no_champion_is_said_as_plainly(summary: dict[str, Any], champion: Any) -> None:
+    assert "no champion: nothing here should be deployed" in printed({**summary, "champion": champion})
+
+
+def test_square_brackets_in_a_reason_are_printed(summary: dict[str, Any]) -> None:
+    summary["variants"][0]["reasons"] = ["prune@slim failed: got [a], expected [/b]"]
+    assert "got [a], expected [/b]" in printed(summary)
