@@ -97,7 +97,7 @@ def write_workload(tmp_path: Path) -> Any:
     return write
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_workload() -> Any:
     """`make_workload(model, inputs, outputs)`: a workload for a model of a test's own."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ FORMS = {
 }
 
 
+SAMPLES = {"x": np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32), "label": np.zeros(5)}
+
+
 class Head(nn.Module):
     def __init__(self, form: Any) -> None:
         super().__init__()
@@ -42,6 +46,15 @@ class Head(nn.Module):
 @pytest.fixture
 def head_task(make_workload: Any) -> Any:
     return make_workload(None, {"x": ("float32", (4,))})
+
+
+@pytest.fixture(scope="module")
+def exported(make_workload: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A small model, its modes mixed, and the folder of its file."""
+    folder, model = tmp_path_factory.mktemp("exported"), Head(lambda y: y)
+    model.linear.eval()
+    to_onnx(model, make_workload(None, {"x": ("float32", (4,))}), folder / "model.onnx", 21, notes={"b": "1", "a": "2"})
+    return model, folder
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 7, 50])
@@ -84,32 +97,29 @@ def test_a_batch_that_is_not_dynamic_is_an_error_that_names_the_axis(head_task: 
     assert "x" in str(caught.value.expected) or "logits" in str(caught.value.got)
 
 
-@pytest.mark.parametrize(("form", "modes"), [("view", (True, False)), ("ok", (True, False)), ("ok", (False, True))])
-def test_modes_are_restored_module_by_module(
-    head_task: Any, tmp_path: Path, form: str, modes: tuple[bool, bool]
-) -> None:
-    model = Head(FORMS.get(form, lambda y: y))
-    model.training, model.dropout.training = modes
-    try:
+def test_modes_are_restored_module_by_module(exported: Any) -> None:
+    model, _ = exported
+    assert (model.training, model.linear.training, model.dropout.training) == (True, False, True)
+
+
+def test_modes_are_restored_after_a_failed_export(head_task: Any, tmp_path: Path) -> None:
+    model = Head(FORMS["view"]).train()
+    model.linear.eval()
+    with pytest.raises(Fault):
         to_onnx(model, head_task, tmp_path / "model.onnx", 18)
-    except Fault:
-        assert form == "view"
-    assert (model.training, model.dropout.training) == modes
+    assert (model.training, model.linear.training, model.dropout.training) == (True, False, True)
 
 
-def test_a_model_in_training_mode_is_exported_in_eval_mode(head_task: Any, tmp_path: Path) -> None:
-    model = Head(lambda y: y).train()
-    to_onnx(model, head_task, tmp_path / "model.onnx", 18)
-    x = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
-    assert parity(model, head_task, tmp_path, {"x": x, "label": np.zeros(5)}) < 1e-5
-    assert "Dropout" not in {node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node}
+def test_a_model_in_training_mode_is_exported_in_eval_mode(exported: Any, head_task: Any) -> None:
+    model, folder = exported
+    assert parity(model, head_task, folder, SAMPLES) < 1e-5
+    assert "Dropout" not in {node.op_type for node in onnx.load(folder / "model.onnx").graph.node}
     assert model.training
 
 
-@pytest.mark.parametrize("opset", [18, 21])
-def test_the_opset_asked_for_is_in_the_file(head_task: Any, tmp_path: Path, opset: int) -> None:
-    to_onnx(Head(lambda y: y), head_task, tmp_path / "model.onnx", opset)
-    assert onnx_file.opset(onnx.load(tmp_path / "model.onnx")) == opset
+def test_the_opset_asked_for_is_in_the_file(exported: Any, artifact: Any) -> None:
+    assert onnx_file.opset(onnx.load(exported[1] / "model.onnx")) == 21
+    assert onnx_file.opset(onnx.load(artifact("base-onnx") / "model.onnx")) == 18
 
 
 def test_another_opset_is_an_error_with_the_usable_range(artifact: Any) -> None:
@@ -119,34 +129,29 @@ def test_another_opset_is_an_error_with_the_usable_range(artifact: Any) -> None:
 
 
 @pytest.mark.parametrize(("change", "what"), [(1.05, "differs from PyTorch"), (float("nan"), "got:      nan")])
-def test_other_outputs_than_pytorchs_are_an_error(head_task: Any, tmp_path: Path, change: float, what: str) -> None:
-    model = Head(lambda y: y)
-    to_onnx(model, head_task, tmp_path / "model.onnx", 18)
+def test_other_outputs_than_pytorchs_are_an_error(exported: Any, head_task: Any, change: float, what: str) -> None:
+    model = copy.deepcopy(exported[0])
     with torch.no_grad():
         model.linear.weight *= change
-    x = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
     with pytest.raises(Fault, match=what):
-        parity(model, head_task, tmp_path, {"x": x, "label": np.zeros(5)})
+        parity(model, head_task, exported[1], SAMPLES)
 
 
-def test_a_file_with_a_fixed_batch_is_refused_by_the_proof(head_task: Any, tmp_path: Path) -> None:
-    model = Head(lambda y: y)
-    to_onnx(model, head_task, tmp_path / "model.onnx", 18)
-    proto = onnx.load(tmp_path / "model.onnx")
+def test_a_file_with_a_fixed_batch_is_refused_by_the_proof(exported: Any, head_task: Any, tmp_path: Path) -> None:
+    proto = onnx.load(exported[1] / "model.onnx")
     proto.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1
     onnx.save(proto, tmp_path / "model.onnx")
     with pytest.raises(Fault, match="refuses a batch of 3"):
-        parity(model, head_task, tmp_path, {"x": np.ones((5, 4), np.float32), "label": np.zeros(5)})
+        parity(exported[0], head_task, tmp_path, SAMPLES)
     with pytest.raises(Fault, match="x axis 0 is 1"):
-        check_file(proto, 18)
+        check_file(proto, 21)
 
 
-def test_equal_models_give_equal_bytes(head_task: Any, tmp_path: Path) -> None:
-    model = Head(lambda y: y)
-    for name in ("a.onnx", "b.onnx"):
-        to_onnx(model, head_task, tmp_path / name, 18, notes={"b": "1", "a": "2"})
-    assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
-    assert str(Path(torch.__file__).parent.parent).encode() not in (tmp_path / "a.onnx").read_bytes()
+def test_equal_models_give_equal_bytes(exported: Any, head_task: Any, tmp_path: Path) -> None:
+    to_onnx(copy.deepcopy(exported[0]), head_task, tmp_path / "model.onnx", 21, notes={"a": "2", "b": "1"})
+    content = (tmp_path / "model.onnx").read_bytes()
+    assert content == (exported[1] / "model.onnx").read_bytes()
+    assert str(Path(torch.__file__).parent.parent).encode() not in content
 
 
 @pytest.fixture(scope="module")

@@ -187,8 +187,19 @@ class Attention(nn.Module):
         return self.out(scores.softmax(-1) @ x).mean(1)
 
 
+@pytest.fixture(scope="module")
+def attention_files(make_workload: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for each form of the mask, with the exported model."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("attention")
+    for form in ("add", "where"):
+        (folder / form).mkdir()
+        to_onnx(Attention(form), make_workload(None, {"x": ("float32", (4, 16))}), folder / form / "model.onnx", 18)
+    return folder
+
+
 @pytest.fixture
-def attention(tmp_path: Path, write_workload: Any, make_workload: Any) -> Any:
+def attention(tmp_path: Path, write_workload: Any, attention_files: Path) -> Any:
     """`attention(form, method)`: the report of quantising a masked attention."""
     rng = np.random.default_rng(0)
     write(
@@ -197,12 +208,9 @@ def attention(tmp_path: Path, write_workload: Any, make_workload: Any) -> Any:
     )
 
     def run(form: str, method: str) -> Any:
-        torch.manual_seed(0)
-        (tmp_path / "parent").mkdir()
-        to_onnx(Attention(form), make_workload(None, {"x": ("float32", (4, 16))}), tmp_path / "parent/model.onnx", 18)
         path = write_workload(ATTENTION)
         settings = params(calibration=method, samples=32)
-        return quantize(tmp_path / "parent", path, tmp_path / "data", tmp_path / "out", settings)
+        return quantize(attention_files / form, path, tmp_path / "data", tmp_path / "out", settings)
 
     return run
 
