@@ -30,7 +30,7 @@ def mean_score(scores: np.ndarray, confidence: float) -> Interval:
     z = float(ndtri((1 + confidence) / 2))
     center = (mean + z**2 / (2 * n)) / (1 + z**2 / n)
     half = z / (1 + z**2 / n) * float(np.sqrt(mean * (1 - mean) / n + z**2 / (4 * n**2)))
-    return Interval(mean, max(0.0, center - half), min(1.0, center + half))
+    return Interval(mean, max(0.0, min(mean, center - half)), min(1.0, max(mean, center + half)))
 
 
 def paired_change(scores: np.ndarray, baseline: np.ndarray, confidence: float) -> Interval:
