@@ -20,6 +20,7 @@ from tasks.data import read, write
 from tasks.errors import Fault
 from tasks.files import read_json
 from tasks.promote import champion_holds, rollback
+from tasks.registry import by_alias
 
 KILLED_BEFORE_THE_ALIAS = """
 import os, signal
@@ -223,6 +224,8 @@ def test_a_store_that_cannot_tell_the_champion_gets_no_new_one(recorded: Any) ->
     recorded.promote("wide-ort")
     with sqlite3.connect("mlflow.db") as store:
         store.execute("ALTER TABLE registered_model_aliases RENAME TO hidden")
+    with pytest.raises(MlflowException, match="registered_model_aliases"):
+        by_alias(recorded.store, "tiny", f"champion-{recorded.here.id}")
     with pytest.raises(MlflowException):
         recorded.promote("thin-ort")
     with sqlite3.connect("mlflow.db") as store:
