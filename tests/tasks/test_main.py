@@ -168,7 +168,7 @@ def test_params_are_checked_without_heavy_imports(project_copy: Path) -> None:
 def test_the_module_runs_as_dvc_runs_it(project_copy: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("ENGINESMITH_")}
     done = subprocess.run(
-        [sys.executable, "-m", "tasks", "train", "nothing"], capture_output=True, text=True, env=environment
+        [sys.executable, "-m", "tasks", "evaluate", "nothing"], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("error: train: no such artifact")
+    assert done.stderr.startswith("error: evaluate: no such artifact")

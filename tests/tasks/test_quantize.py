@@ -69,17 +69,15 @@ def test_a_last_partial_batch_is_used(
     artifact: Any, data_folder: Path, workload_path: Path, tmp_path: Path, method: str
 ) -> None:
     calibration = {k: v[:35].copy() for k, v in read(data_folder / "calibration.npz").items()}
+    without = minmax_scale(calibration["image"])
+    calibration["image"][34] *= 10
+    write(tmp_path / "data/calibration.npz", calibration)
     settings = params(calibration=method, samples=35, percentile=100.0)
-    scales = []
-    for factor in (1, 10):
-        calibration["image"][34] *= factor
-        write(tmp_path / "data/calibration.npz", calibration)
-        report = quantize(artifact("base-onnx"), workload_path, tmp_path / "data", tmp_path / "out", settings)
-        scales.append(input_scale(tmp_path / "out"))
+    report = quantize(artifact("base-onnx"), workload_path, tmp_path / "data", tmp_path / "out", settings)
     assert report.calibration_samples == 35
-    assert scales[1] > 1.5 * scales[0]
+    assert input_scale(tmp_path / "out") > 1.3 * without
     if method == "minmax":
-        assert scales[1] == pytest.approx(minmax_scale(calibration["image"]), rel=1e-6)
+        assert input_scale(tmp_path / "out") == pytest.approx(minmax_scale(calibration["image"]), rel=1e-6)
 
 
 def test_only_the_samples_asked_for_are_used(
