@@ -27,6 +27,8 @@ Name = Annotated[str, typer.Argument(help="The artifact's name in params.yaml.")
 def run(step: str, name: str | None) -> None:
     """Call a step's function with the paths and settings that its signature names; write its report."""
     tree = params.load(layout.PARAMS)
+    if name is not None:
+        _known(step, name, tree)
     module = importlib.import_module(f"tasks.{step}")
     function = getattr(module, step)
     values = arguments(step, name, tree)

@@ -66,7 +66,15 @@ def load(folder: Path) -> Checkpoint:
     model = workload.model(**state["architecture"])
     for name, numbers in state["layout"].items():
         _reshape(model.get_submodule(name), numbers, name, state["state"])
-    model.load_state_dict(state["state"], strict=True)
+    try:
+        model.load_state_dict(state["state"], strict=True)
+    except RuntimeError as error:
+        raise Fault(
+            f"{path} doesn't fit its workload any more",
+            got=" ".join(str(error).split())[:300],
+            expected=f"the model of {state['workload']} as it was when this was saved",
+            do="retrain with `dvc repro`, or restore the workload file",
+        ) from None
     return Checkpoint(model.eval(), state["workload"], state["architecture"])
 
 

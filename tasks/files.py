@@ -12,6 +12,8 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 
 def sha256(path: Path) -> str:
     """Hex SHA-256 of a file, or of a folder: relative names and contents, in sorted order."""
@@ -66,9 +68,17 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 def write_json(path: Path, value: Any) -> None:
     """Write a dataclass or a JSON-like value; NaN and infinity are refused (ValueError)."""
     plain = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-    text = json.dumps(plain, indent=2, allow_nan=False, default=str)
+    text = json.dumps(plain, indent=2, allow_nan=False, default=_plain)
     with atomic(path) as scratch:
         scratch.write_text(text + "\n")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return value.as_posix()
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
 def read_json(path: Path) -> Any:

@@ -90,7 +90,7 @@ def fit(
     for epoch in range(1, params.epochs + 1):
         model.train()
         total = 0.0
-        for index in torch.randperm(n).split(params.batch):
+        for index in torch.randperm(n).tensor_split(steps):
             inputs = {name: value[index] for name, value in data.items()}
             value = loss(forward(model, workload, inputs), inputs["label"], index)
             if not torch.isfinite(value):

@@ -74,7 +74,7 @@ def interleave(sessions: Mapping[str, Session], inputs: Arrays, params: Benchmar
         for name in rng.permutation(list(sessions)):
             rounds[str(name)].append(window(str(name)))
         if done % 5 == 0:
-            print(f"round {done}/{params.rounds}", flush=True)
+            print(f"round {done} of {params.rounds} to {params.max_rounds}", flush=True)
         if done >= params.rounds and _agreed(rounds, params):
             break
     return {name: _timing(rounds[name], params.batch, warm[name]) for name in sessions}
@@ -93,10 +93,8 @@ def make_pool(inputs: Arrays, batch: int, min_bytes: int) -> list[Arrays]:
     n = len(next(iter(inputs.values())))
     sample_bytes = sum(v[:1].nbytes for v in inputs.values())
     count = max(4, min(min_bytes, MAX_POOL_BYTES) // max(1, sample_bytes * batch) + 1)
-    return [
-        {k: np.ascontiguousarray(v[(np.arange(batch) + i * batch) % n]) for k, v in inputs.items()}
-        for i in range(count)
-    ]
+    repeated = {k: v[np.arange(count * batch) % n] for k, v in inputs.items()}
+    return [{k: v[i : i + batch] for k, v in repeated.items()} for i in range(0, count * batch, batch)]
 
 
 def load_average() -> float:

@@ -147,16 +147,21 @@ def output_layers(model: nn.Module, task: Workload, example: fit.Tensors) -> set
 
 
 def recalibrate(model: nn.Module, task: Workload, train: Arrays, batch: int = 256) -> None:
-    """Re-estimate batch-norm statistics over the training split (arXiv:2007.02491, section 3)."""
+    """Re-estimate batch-norm statistics over the training split (arXiv:2007.02491, section 3).
+
+    All else stays in eval mode; batches are equal within one sample, so that none weighs more.
+    """
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     momenta = [m.momentum for m in norms]
+    model.eval()
     for norm in norms:
         norm.reset_running_stats()
         norm.momentum = None
-    model.train()
+        norm.train()
+    n = len(train["label"])
     with torch.no_grad():
-        for i in range(0, len(train["label"]), batch):
-            fit.forward(model, task, {n: torch.from_numpy(train[n][i : i + batch]) for n in task.INPUTS})
+        for index in torch.arange(n).tensor_split(-(-n // batch)):
+            fit.forward(model, task, {name: torch.from_numpy(train[name])[index] for name in task.INPUTS})
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
     model.eval()

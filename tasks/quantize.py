@@ -28,6 +28,7 @@ from tasks.settings import QuantizeParams
 from tasks.workloads.protocol import Arrays, Workload, load_workload
 
 MIN_SNR_DB = 3.0
+MAX_SNR_DB = 200.0
 
 
 @dataclass(frozen=True)
@@ -209,9 +210,10 @@ def fidelity(parent: Path, child: Path, inputs: Arrays) -> tuple[dict[str, float
     snr, cosine = {}, {}
     for name, expected in want.items():
         a, b = expected.ravel().astype(np.float64), got[name].ravel().astype(np.float64)
-        noise = float(((a - b) ** 2).sum())
-        snr[name] = 200.0 if noise == 0 else min(200.0, float(10 * np.log10((a**2).sum() / noise)))
-        cosine[name] = float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)))
+        signal, noise = float((a**2).sum()), float(((a - b) ** 2).sum())
+        snr[name] = MAX_SNR_DB if noise == 0 else min(MAX_SNR_DB, float(10 * np.log10(max(signal, 1e-30) / noise)))
+        norms = float(np.linalg.norm(a) * np.linalg.norm(b))
+        cosine[name] = float(a @ b / norms) if norms else float(noise == 0)
         if not np.isfinite(snr[name]):
             raise Fault(
                 f"output {name} is not finite after quantisation",

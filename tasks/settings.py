@@ -53,7 +53,11 @@ class DataParams(Settings):
 
 
 class FitParams(Settings):
-    """What every training loop shares. `threads` is fixed, since sums depend on it."""
+    """What every training loop shares.
+
+    `threads` is fixed, since sums depend on it; beside another busy process two threads were
+    seen 16 times slower than one. `batch` is the largest: batches of an epoch are equal within 1.
+    """
 
     epochs: Positive = 8
     batch: Positive = 64

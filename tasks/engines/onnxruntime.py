@@ -12,7 +12,7 @@ import onnxruntime as ort
 
 from tasks import onnx_file, target
 from tasks.engines.protocol import check_batch
-from tasks.errors import Unavailable
+from tasks.errors import Fault, Unavailable
 from tasks.files import sha256
 from tasks.manifest import Manifest, TensorSpec, require
 from tasks.settings import BuildParams
@@ -28,7 +28,15 @@ def build(source: Path, folder: Path, spec: BuildParams) -> Manifest:
     options = _options(spec.threads)
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.optimized_model_filepath = str(folder / FILE)
-    session = ort.InferenceSession(str(source / onnx_file.FILE), options, providers=[PROVIDER])
+    try:
+        session = ort.InferenceSession(str(source / onnx_file.FILE), options, providers=[PROVIDER])
+    except Exception as error:
+        raise Fault(
+            f"ONNX Runtime can't build {source.name}",
+            got=" ".join(str(error).split())[:400],
+            expected="operators and types that its CPU provider knows",
+            do="another opset or format may do, or another backend for this variant",
+        ) from None
     kinds = Counter(node.op_type for node in onnx.load(folder / FILE).graph.node)
     notes = onnx_file.notes(model)
     return Manifest(
