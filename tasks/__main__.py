@@ -19,6 +19,7 @@ from tasks.files import read_json, write_json
 from tasks.settings import SECTIONS
 
 ENGINE_STEPS = ("evaluate", "benchmark")
+MODEL_STEPS = ("train", "prune", "distill")
 FAN_IN = ("compare", "record", "promote", "report")
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 Name = Annotated[str, typer.Argument(help="The artifact's name in params.yaml.")]
@@ -147,6 +148,24 @@ def show() -> None:
             "no summary yet", got=f"no {layout.SUMMARY}", expected="a finished run", do="run `make run` or `dvc repro`"
         )
     table.show(read_json(layout.SUMMARY), Console(width=None if sys.stdout.isatty() else 160))
+
+
+@app.command("account")
+def account_command(name: Name) -> None:
+    """Parameters, bytes, multiply-adds and activations of a model, layer by layer."""
+    from rich.console import Console
+
+    from tasks import account, table
+
+    tree = params.load(layout.PARAMS)
+    models = [n for n, node in tree.nodes.items() if node.step in MODEL_STEPS]
+    if name not in models:
+        raise Fault(
+            "account: no such model in params.yaml", got=name, expected=", ".join(models), do="name one of these"
+        )
+    table.show_account(
+        name, account.account(layout.artifact(name)), Console(width=None if sys.stdout.isatty() else 120)
+    )
 
 
 @app.command()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from tasks.report import ordered, row
+
+if TYPE_CHECKING:
+    from tasks.account import AccountReport
 
 STYLES = {
     "promoted": "bold green",
@@ -52,3 +55,24 @@ def show(summary: dict[str, Any], console: Console) -> None:
         )
     else:
         console.print("[bold red]no champion:[/] nothing here should be deployed")
+
+
+def show_account(name: str, found: AccountReport, console: Console) -> None:
+    """Print what a model costs for one sample, layer by layer and in total."""
+    table = Table(title=f"{name}, one sample", title_justify="left", show_footer=True)
+    columns: list[tuple[str, str]] = [
+        ("layer", "total"),
+        ("kind", ""),
+        ("calls", ""),
+        ("parameters", f"{found.parameters:,}"),
+        ("bytes", f"{found.bytes:,}"),
+        ("multiply-adds", f"{found.multiply_adds:,}"),
+        ("activation bytes", f"{found.activation_bytes:,}"),
+    ]
+    for index, (heading, footer) in enumerate(columns):
+        table.add_column(heading, footer=footer, justify="left" if index < 2 else "right", no_wrap=index > 1)
+    for layer in found.layers:
+        counts = (layer.calls, layer.parameters, layer.bytes, layer.multiply_adds, layer.activation_bytes)
+        table.add_row(layer.name or "(model)", layer.kind, *(f"{n:,}" for n in counts))
+    console.print(table)
+    console.print(f"at least {found.peak_activation_bytes:,} bytes of activations are held at once")

@@ -1,0 +1,138 @@
+"""What a model costs, layer by layer: parameters, bytes, multiply-adds, activation memory.
+
+Counted on the model as it is, so that pruned, factorised and shared models are right by
+construction. Multiply-adds are those of convolutions and matrix products (Sze et al. 2017,
+arXiv:1703.09039, section III); a batch norm, an activation or a pooling counts none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tasks import checkpoint, fit
+from tasks.workloads.protocol import Workload
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer, or one parameter outside of layers, for a batch of one sample.
+
+    `parameters` and `bytes` are of tensors not counted in an earlier layer, so that a tied
+    weight counts once. `multiply_adds` and `activation_bytes` add up over all its calls.
+    """
+
+    name: str
+    kind: str
+    calls: int
+    parameters: int
+    bytes: int
+    multiply_adds: int
+    activation_bytes: int
+
+
+@dataclass(frozen=True)
+class AccountReport:
+    """Totals, and the layers that they are the sums of.
+
+    `bytes` holds parameters and buffers. `peak_activation_bytes` is the largest input plus
+    output of a single call: the least that any schedule must hold at once.
+    """
+
+    parameters: int
+    bytes: int
+    multiply_adds: int
+    activation_bytes: int
+    peak_activation_bytes: int
+    layers: list[LayerCost]
+
+
+def account(source: Path) -> AccountReport:
+    """Account for the model of an artifact, on one sample of zeros."""
+    loaded = checkpoint.load(source)
+    return count(loaded.model, loaded.workload)
+
+
+def count(model: nn.Module, task: Workload) -> AccountReport:
+    """Run one sample through the model in eval mode and add up what every layer did."""
+    calls: dict[nn.Module, list[tuple[int, int, int]]] = {}
+
+    def hook(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
+        made, read = _bytes(output), _bytes(inputs)
+        calls.setdefault(module, []).append((multiply_adds(module, inputs, output), made, made + read))
+
+    leaves = {name: m for name, m in model.named_modules() if not list(m.children())}
+    hooks = [m.register_forward_hook(hook) for m in leaves.values()]
+    mode = model.training
+    example = {n: torch.zeros((1, *shape), dtype=getattr(torch, d)) for n, (d, shape) in task.INPUTS.items()}
+    try:
+        with torch.inference_mode():
+            fit.forward(model.eval(), task, example)
+    finally:
+        for handle in hooks:
+            handle.remove()
+        model.train(mode)
+    layers = _layers(model, leaves, calls)
+    return AccountReport(
+        parameters=sum(layer.parameters for layer in layers),
+        bytes=sum(layer.bytes for layer in layers),
+        multiply_adds=sum(layer.multiply_adds for layer in layers),
+        activation_bytes=sum(layer.activation_bytes for layer in layers),
+        peak_activation_bytes=max((held for all_calls in calls.values() for _, _, held in all_calls), default=0),
+        layers=layers,
+    )
+
+
+def multiply_adds(module: nn.Module, inputs: tuple[object, ...], output: object) -> int:
+    """Multiply-adds of one call of a layer; 0 for a layer without a product of weights.
+
+    A convolution takes in_channels / groups · kernel per output value, a transposed one
+    out_channels / groups · kernel per input value, a linear layer in_features per output value.
+    """
+    if isinstance(module, nn.Linear) and isinstance(output, torch.Tensor):
+        return output.numel() * module.in_features
+    if isinstance(module, nn.modules.conv._ConvTransposeNd) and isinstance(inputs[0], torch.Tensor):
+        return inputs[0].numel() * module.weight[0].numel()
+    if isinstance(module, nn.modules.conv._ConvNd) and isinstance(output, torch.Tensor):
+        return output.numel() * module.weight[0].numel()
+    return 0
+
+
+def _layers(
+    model: nn.Module, leaves: dict[str, nn.Module], calls: dict[nn.Module, list[tuple[int, int, int]]]
+) -> list[LayerCost]:
+    """Every leaf, and every other module that holds tensors of its own."""
+    seen: set[int] = set()
+    layers = []
+    for name, module in model.named_modules():
+        parameters, size = _own(module, seen)
+        done = calls.get(module, [])
+        if name in leaves or size:
+            made = sum(m for _, m, _ in done)
+            macs = sum(m for m, _, _ in done)
+            layers.append(LayerCost(name, type(module).__name__, len(done), parameters, size, macs, made))
+    return layers
+
+
+def _own(module: nn.Module, seen: set[int]) -> tuple[int, int]:
+    """Parameters, and bytes with buffers, of a module's own tensors that weren't seen before."""
+    parameters = size = 0
+    own: list[tuple[torch.Tensor, bool]] = [(p, True) for p in module.parameters(recurse=False)]
+    own += [(b, False) for b in module.buffers(recurse=False)]
+    for tensor, trained in own:
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            parameters += tensor.numel() * trained
+            size += tensor.numel() * tensor.element_size()
+    return parameters, size
+
+
+def _bytes(value: object) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, dict):
+        return sum(_bytes(v) for v in value.values())
+    return sum(_bytes(v) for v in value) if isinstance(value, tuple | list) else 0
