@@ -16,10 +16,9 @@ import typer
 from tasks import layout, params, target
 from tasks.errors import Fault, Unavailable
 from tasks.files import read_json, write_json
-from tasks.settings import SECTIONS
+from tasks.settings import MODEL_STEPS, SECTIONS
 
 ENGINE_STEPS = ("evaluate", "benchmark")
-MODEL_STEPS = ("train", "prune", "distill")
 FAN_IN = ("compare", "record", "promote", "report")
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 Name = Annotated[str, typer.Argument(help="The artifact's name in params.yaml.")]
@@ -107,6 +106,7 @@ HELP = {
     "data": "Make the splits of the workload's data.",
     "train": "Train a model from scratch.",
     "prune": "Prune channels, recalibrate, fine-tune.",
+    "factorize": "Factorise layers to a lower rank, fine-tune.",
     "distill": "Distil a teacher into a student.",
     "export": "Export to ONNX and prove it equal.",
     "quantize": "Quantise to INT8 with Q/DQ nodes.",

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from tasks.errors import Fault
 from tasks.settings import (
+    MODEL_STEPS,
     SECTIONS,
     BenchmarkParams,
     BuildParams,
@@ -26,13 +27,13 @@ from tasks.workloads.protocol import load_workload
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
 PARENTS = {
-    "prune": ("train", "prune", "distill"),
-    "distill": ("train", "prune", "distill"),
-    "export": ("train", "prune", "distill"),
+    "prune": MODEL_STEPS,
+    "factorize": MODEL_STEPS,
+    "distill": MODEL_STEPS,
+    "export": MODEL_STEPS,
     "quantize": ("export",),
     "build": ("export", "quantize"),
 }
-EAGER_PARENTS = ("train", "prune", "distill")
 CALIBRATIONS = {"onnxruntime": ("minmax", "entropy", "percentile"), "tensorrt": ("minmax", "entropy")}
 S = TypeVar("S", bound=Settings)
 
@@ -111,8 +112,8 @@ def _links(raw: dict[str, Any]) -> list[tuple[str, str, str, str]]:
 def _allowed(section: str, value: dict[str, Any]) -> tuple[str, ...]:
     if section != "build":
         return PARENTS.get(section, ())
-    known = {"eager": EAGER_PARENTS, "onnxruntime": PARENTS["build"], "tensorrt_rtx": PARENTS["build"]}
-    return known.get(str(value.get("backend")), EAGER_PARENTS + PARENTS["build"])
+    known = {"eager": MODEL_STEPS, "onnxruntime": PARENTS["build"], "tensorrt_rtx": PARENTS["build"]}
+    return known.get(str(value.get("backend")), MODEL_STEPS + PARENTS["build"])
 
 
 def _descends(name: str, ancestor: str, links: list[tuple[str, str, str, str]]) -> bool:

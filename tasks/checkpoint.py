@@ -8,7 +8,7 @@ so that loading runs no code of the file's.
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +17,29 @@ from torch import nn
 
 from tasks.errors import Fault
 from tasks.files import atomic
+from tasks.structure import factors, replace_module
 from tasks.workloads.protocol import Workload, load_workload
 
-FORMAT = 1
+FORMAT = 2
 FILE = "model.pt"
 
 
-@dataclass
+@dataclass(frozen=True)
+class Factorized:
+    """A layer that was replaced by two of a lower rank."""
+
+    name: str
+    rank: int
+
+
+@dataclass(frozen=True)
 class Checkpoint:
-    """A model with what is needed to make it again."""
+    """A model with what is needed to make it again; `structure` lists replaced layers in order."""
 
     model: nn.Module
     workload_path: str
     architecture: dict[str, Any] = field(default_factory=dict)
+    structure: tuple[Factorized, ...] = ()
 
     @property
     def workload(self) -> Workload:
@@ -38,13 +48,14 @@ class Checkpoint:
 
 def save(checkpoint: Checkpoint, folder: Path) -> Path:
     """Write `folder/model.pt`; the same model gives the same bytes."""
-    fresh = checkpoint.workload.model(**checkpoint.architecture)
+    fresh = _fresh(checkpoint.workload, checkpoint.architecture, checkpoint.structure)
     buffer = io.BytesIO()
     torch.save(
         {
             "format": FORMAT,
             "workload": checkpoint.workload_path,
             "architecture": checkpoint.architecture,
+            "structure": [asdict(change) for change in checkpoint.structure],
             "layout": layout(checkpoint.model, fresh),
             "state": {k: v.detach().clone().contiguous() for k, v in checkpoint.model.state_dict().items()},
         },
@@ -63,7 +74,8 @@ def load(folder: Path) -> Checkpoint:
     path = folder / FILE if folder.is_dir() or not folder.exists() else folder
     state = _read(path)
     workload = load_workload(Path(state["workload"]))
-    model = workload.model(**state["architecture"])
+    structure = tuple(Factorized(**change) for change in state["structure"])
+    model = _fresh(workload, state["architecture"], structure)
     for name, numbers in state["layout"].items():
         _reshape(model.get_submodule(name), numbers, name, state["state"])
     try:
@@ -75,7 +87,14 @@ def load(folder: Path) -> Checkpoint:
             expected=f"the model of {state['workload']} as it was when this was saved",
             do="retrain with `dvc repro`, or restore the workload file",
         ) from None
-    return Checkpoint(model.eval(), state["workload"], state["architecture"])
+    return Checkpoint(model.eval(), state["workload"], state["architecture"], structure)
+
+
+def _fresh(workload: Workload, architecture: dict[str, Any], structure: tuple[Factorized, ...]) -> nn.Module:
+    model = workload.model(**architecture)
+    for change in structure:
+        replace_module(model, change.name, factors(model.get_submodule(change.name), change.rank))
+    return model
 
 
 def layout(model: nn.Module, fresh: nn.Module) -> dict[str, dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -48,12 +48,12 @@ def distill(source: Path, teacher: Path, data: Path, target: Path, params: Disti
             expected=parent.workload_path,
             do=f"name another teacher than {teacher.name}",
         )
-    task, architecture = parent.workload, parent.architecture
+    task, student = parent.workload, parent
     fit.seed_everything(params.seed, params.threads)
-    model = parent.model
     if params.student is not None:
-        architecture = params.student
-        model = task.model(**architecture)
+        fresh = task.model(**params.student)
+        student = checkpoint.Checkpoint(fresh, parent.workload_path, params.student)
+    model = student.model
     train, validation = read(data / "train.npz"), read(data / "validation.npz")
     output = task.OUTPUTS[0]
     soft = torch.from_numpy(fit.predict(guide.model, task, train)[output])
@@ -63,7 +63,7 @@ def distill(source: Path, teacher: Path, data: Path, target: Path, params: Disti
         return soft_loss(outputs[output], soft[index], labels, params.temperature, params.alpha)
 
     curve = fit.fit(model, task, train, validation, params, loss)
-    checkpoint.save(checkpoint.Checkpoint(model, parent.workload_path, architecture), target)
+    checkpoint.save(replace(student, model=model), target)
     return DistillReport(
         parameters=sum(p.numel() for p in model.parameters()),
         validation=max(e.validation for e in curve),

@@ -8,7 +8,7 @@ Taylor (Molchanov et al. 2019, arXiv:1906.10771), or random as a control.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -73,7 +73,7 @@ def prune(source: Path, data: Path, target: Path, params: PruneParams) -> PruneR
     recalibrate(model, task, train)
     recalibrated = fit.score(model, task, validation)
     curve = fit.fit(model, task, train, validation, params, fit.task_loss(task)) if params.epochs else []
-    checkpoint.save(checkpoint.Checkpoint(model, parent.workload_path, parent.architecture), target)
+    checkpoint.save(replace(parent, model=model), target)
     final = max((e.validation for e in curve), default=recalibrated)
     return PruneReport(parameters, count(model), layers, score, pruned, recalibrated, final, curve)
 

@@ -13,9 +13,10 @@ from tasks.data import read
 from tasks.errors import Fault
 from tasks.files import read_json, size_bytes
 from tasks.params import Tree
+from tasks.settings import MODEL_STEPS
 from tasks.stats import Interval, mean_score, paired_change, ratio
 
-KINDS = {"train": "model", "prune": "model", "distill": "model", "export": "onnx", "quantize": "onnx"}
+KINDS = {**dict.fromkeys(MODEL_STEPS, "model"), "export": "onnx", "quantize": "onnx"}
 
 
 @dataclass(frozen=True)

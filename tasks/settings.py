@@ -96,6 +96,29 @@ class DistillParams(Step, FitParams):
     alpha: Annotated[Number, Field(ge=0, le=1)] = 0.7
 
 
+class FactorizeParams(Step, FitParams):
+    """Low-rank factors by truncated SVD, with fine-tuning.
+
+    The rank of a layer is the share `rank` of its full rank, or the least that keeps the
+    share `energy` of its squared singular values; rounded up to `round_to`. With `samples`
+    above 0 the error of the layer's outputs on so many training samples is minimised, else
+    the weight's own.
+    """
+
+    rank: Fraction | None = None
+    energy: Fraction | None = None
+    samples: Annotated[Whole, Field(ge=0)] = 256
+    round_to: Positive = 8
+    epochs: Annotated[Whole, Field(ge=0)] = 3
+    lr: Rate = 1e-3
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.rank is None) == (self.energy is None):
+            raise ValueError("either rank or energy, a number between 0 and 1")
+        return self
+
+
 class ExportParams(Step):
     """ONNX with a dynamic batch axis. `opset` 18 to 21 is what every backend here accepts."""
 
@@ -188,6 +211,7 @@ class Params(Settings):
     data: DataParams = DataParams()
     train: dict[str, TrainParams]
     prune: dict[str, PruneParams] = Field(default_factory=dict)
+    factorize: dict[str, FactorizeParams] = Field(default_factory=dict)
     distill: dict[str, DistillParams] = Field(default_factory=dict)
     export: dict[str, ExportParams] = Field(default_factory=dict)
     quantize: dict[str, QuantizeParams] = Field(default_factory=dict)
@@ -197,9 +221,11 @@ class Params(Settings):
     gates: GateParams = GateParams()
 
 
+MODEL_STEPS = ("train", "prune", "factorize", "distill")
 SECTIONS: dict[str, type[Settings]] = {
     "train": TrainParams,
     "prune": PruneParams,
+    "factorize": FactorizeParams,
     "distill": DistillParams,
     "export": ExportParams,
     "quantize": QuantizeParams,

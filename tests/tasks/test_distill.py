@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def test_a_teacher_of_another_workload_is_refused(
 ) -> None:
     other = write_workload(workload_path.read_text().replace("Path(__file__).parent", repr(str(workload_path.parent))))
     guide = checkpoint.load(artifact("base"))
-    guide.workload_path = str(other)
+    guide = replace(guide, workload_path=str(other))
     checkpoint.save(guide, tmp_path / "teacher")
     with pytest.raises(Fault, match="teacher of another workload"):
         distill(artifact("slim"), tmp_path / "teacher", data_folder, tmp_path / "out", params())
