@@ -72,9 +72,10 @@ def batches(arrays: Arrays, names: list[str], size: int) -> Iterator[Arrays]:
 
 
 def check_ranges(ranges: Mapping[str, tuple[float, float]]) -> None:
-    """Raise Fault if a tensor's range (low, high) is not finite, or is empty.
+    """Raise Fault if a tensor's range (low, high) is not finite, or low is above high.
 
     A range like that comes of a −inf mask or of an overflow, and would give a useless scale.
+    One value only, such as [0, 0], is a range.
     """
     for name, (low, high) in ranges.items():
         if not (np.isfinite(low) and np.isfinite(high)):
@@ -83,6 +84,13 @@ def check_ranges(ranges: Mapping[str, tuple[float, float]]) -> None:
                 got=f"[{low}, {high}]",
                 expected="finite activations",
                 do="replace infinite constants (such as an attention mask of −inf) before export",
+            )
+        if low > high:
+            raise Fault(
+                f"tensor {name} has an empty range",
+                got=f"[{low}, {high}]",
+                expected="low at most high",
+                do="use another calibration or more samples",
             )
 
 

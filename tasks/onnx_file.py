@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import onnx
+from onnx import numpy_helper
 
 from tasks.errors import Fault
 
 FILE = "model.onnx"
+MAX_BYTES = onnx.checker.MAXIMUM_PROTOBUF
+
+
+def graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """A graph, and those inside its nodes (branches and loop bodies), at any depth."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+                yield from graphs(inner)
+
+
+def constants(graph: onnx.GraphProto) -> dict[str, np.ndarray]:
+    """The tensors of a graph's initializers and Constant nodes, by name; not those of graphs inside it."""
+    found = {i.name: numpy_helper.to_array(i) for i in graph.initializer}
+    for node in graph.node:
+        if node.op_type == "Constant":
+            value = onnx.helper.get_attribute_value(node.attribute[0])
+            array = numpy_helper.to_array(value) if isinstance(value, onnx.TensorProto) else np.asarray(value)
+            found[node.output[0]] = array
+    return found
 
 
 def sidecars(model: onnx.ModelProto) -> list[str]:
-    """Names of the external-data files a model refers to."""
+    """Names of the external-data files that a model's initializers refer to."""
     names = {
         entry.value
-        for tensor in model.graph.initializer
+        for graph in graphs(model.graph)
+        for tensor in graph.initializer
         if tensor.data_location == onnx.TensorProto.EXTERNAL
         for entry in tensor.external_data
         if entry.key == "location"
@@ -51,8 +76,33 @@ def load(folder: Path) -> onnx.ModelProto:
                 expected="the weights beside the model",
                 do="copy the whole folder, or run `dvc pull`",
             )
-    onnx.load_external_data_for_model(model, str(folder))
+    try:
+        onnx.load_external_data_for_model(model, str(folder))
+    except Exception as error:
+        raise Fault(
+            f"{path} doesn't fit its external data",
+            got=" ".join(str(error).split())[:300],
+            expected=f"{', '.join(sidecars(model))} as written with the model",
+            do="copy the whole folder, or run `dvc pull`",
+        ) from None
     return model
+
+
+def serialized(model: onnx.ModelProto, name: str) -> bytes:
+    """A model with its weights as one file's bytes; Fault if it is larger than such a file can be."""
+    size = sum(len(tensor.raw_data) for graph in graphs(model.graph) for tensor in graph.initializer)
+    try:
+        data = model.SerializeToString() if size <= MAX_BYTES else b""
+    except Exception:  # What protobuf raises differs by its implementation.
+        data = b""
+    if not 0 < len(data) <= MAX_BYTES:
+        raise Fault(
+            f"{name} is too large for one ONNX file",
+            got=f"{size} bytes of weights",
+            expected=f"at most {MAX_BYTES} bytes in all",
+            do="use a smaller model, or a backend that reads external data",
+        )
+    return data
 
 
 def fixed_axes(model: onnx.ModelProto) -> list[str]:

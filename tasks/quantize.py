@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import numpy_helper
 
 from tasks import onnx_file
 from tasks.calibration import ENTROPY_BINS, Reader, check_ranges, check_samples
@@ -49,7 +48,7 @@ class QuantizeReport:
 
 
 def quantize(source: Path, workload: Path, data: Path, target: Path, params: QuantizeParams) -> QuantizeReport:
-    """Write `target/model.onnx`, INT8 by `params`, calibrated on `data/calibration.npz` only.
+    """Write `target/model.onnx`, one file, INT8 by `params`, calibrated on `data/calibration.npz` only.
 
     Raises Fault for unusable calibration data, a range or scale that is not finite and
     positive, or outputs that are mostly noise (below 3 dB against the parent's).
@@ -62,13 +61,15 @@ def quantize(source: Path, workload: Path, data: Path, target: Path, params: Qua
     with atomic_folder(target) as folder, tempfile.TemporaryDirectory() as scratch:
         copy = Path(scratch) / "source"
         shutil.copytree(source, copy)
-        {"onnxruntime": _onnxruntime, "tensorrt": _tensorrt}[params.style](copy, folder, samples, task, params)
-        model = onnx_file.load(folder)
+        made = Path(scratch) / "made"
+        made.mkdir()
+        {"onnxruntime": _onnxruntime, "tensorrt": _tensorrt}[params.style](copy, made, samples, task, params)
+        model = onnx_file.load(made)
         check_scales(model)
         onnx_file.annotate(
             model, {**onnx_file.notes(parent), "precision": params.format, "calibration_sha256": sha256(split)}
         )
-        onnx.save(model, folder / onnx_file.FILE)
+        (folder / onnx_file.FILE).write_bytes(onnx_file.serialized(model, target.name))
         snr, cosine = fidelity(source, folder, {n: samples[n] for n in task.INPUTS})
         noisy = [f"{name} at {value:.1f} dB" for name, value in snr.items() if value < MIN_SNR_DB]
         if noisy:
@@ -167,14 +168,12 @@ def _tensorrt(source: Path, folder: Path, samples: Arrays, task: Workload, param
 
 
 def check_scales(model: onnx.ModelProto) -> None:
-    """Raise Fault if a scale is NaN, infinite, zero or negative, naming its tensor."""
-    constants = {i.name: i for i in model.graph.initializer}
-    constants |= {
-        n.output[0]: n.attribute[0].t
-        for n in model.graph.node
-        if n.op_type == "Constant" and n.attribute[0].HasField("t")
-    }
-    pairs = [n for n in model.graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")]
+    """Raise Fault if a scale is NaN, infinite, zero, negative or no constant, naming its tensor."""
+    constants: dict[str, np.ndarray] = {}
+    pairs = []
+    for graph in onnx_file.graphs(model.graph):
+        constants |= onnx_file.constants(graph)
+        pairs += [n for n in graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")]
     if not pairs:
         raise Fault(
             "nothing was quantised",
@@ -183,9 +182,14 @@ def check_scales(model: onnx.ModelProto) -> None:
             do="check that the model has convolutions or matrix products",
         )
     for node in pairs:
-        if node.input[1] not in constants:
-            continue
-        scale = numpy_helper.to_array(constants[node.input[1]])
+        scale = constants.get(node.input[1])
+        if scale is None:
+            raise Fault(
+                f"scale of {node.input[0]} is computed by the model",
+                got=f"{node.input[1]}, no initializer and no Constant node",
+                expected="a constant",
+                do="quantise the model as export wrote it",
+            )
         if not (np.isfinite(scale).all() and (scale > 0).all()):
             raise Fault(
                 f"scale of {node.input[0]} is unusable",

@@ -23,13 +23,17 @@ FILE = "engine.onnx"
 
 
 def build(source: Path, folder: Path, spec: BuildParams) -> Manifest:
-    """Optimise `source/model.onnx` at the highest level, for this CPU, and save the graph."""
+    """Optimise `source/model.onnx` at the highest level, for this CPU, and save the graph with its weights.
+
+    Raises Fault for a model that is too large for one file, or that ONNX Runtime can't build.
+    """
     model = onnx_file.load(source)
+    whole = onnx_file.serialized(model, source.name)
     options = _options(spec.threads)
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.optimized_model_filepath = str(folder / FILE)
     try:
-        session = ort.InferenceSession(str(source / onnx_file.FILE), options, providers=[PROVIDER])
+        session = ort.InferenceSession(whole, options, providers=[PROVIDER])
     except Exception as error:
         raise Fault(
             f"ONNX Runtime can't build {source.name}",

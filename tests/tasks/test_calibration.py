@@ -98,3 +98,10 @@ def test_a_range_that_is_not_finite_names_its_tensor(bad: tuple[float, float]) -
     check_ranges({"fine": (0.0, 1.0)})
     with pytest.raises(Fault, match="tensor scores has no finite range"):
         check_ranges({"fine": (0.0, 1.0), "scores": bad})
+
+
+def test_an_empty_range_names_its_tensor() -> None:
+    check_ranges({"one value": (0.0, 0.0)})
+    with pytest.raises(Fault, match="tensor scores has an empty range") as caught:
+        check_ranges({"fine": (0.0, 1.0), "scores": (1.0, -1.0)})
+    assert caught.value.got == "[1.0, -1.0]"

@@ -86,3 +86,62 @@ def test_notes_replace_what_was_there() -> None:
     onnx_file.annotate(model, {"old": "1"})
     onnx_file.annotate(model, {"b": "2", "a": "1"})
     assert list(onnx_file.notes(model).items()) == [("a", "1"), ("b", "2")]
+
+
+def test_a_sidecar_that_was_cut_off_is_a_fault(with_sidecar: Path) -> None:
+    (with_sidecar / "w.data").write_bytes(b"1")
+    with pytest.raises(Fault, match="doesn't fit its external data"):
+        onnx_file.load(with_sidecar)
+
+
+def branched() -> onnx.ModelProto:
+    """y = x + w inside both branches of an If, and a Constant of each form beside it."""
+
+    def branch(name: str) -> onnx.GraphProto:
+        return helper.make_graph(
+            [helper.make_node("Add", ["x", f"w_{name}"], [f"y_{name}"])],
+            name,
+            [],
+            [helper.make_tensor_value_info(f"y_{name}", TensorProto.FLOAT, ["n", 2])],
+            [numpy_helper.from_array(np.array([1.0, 2.0], np.float32), f"w_{name}")],
+        )
+
+    graph = helper.make_graph(
+        [
+            helper.make_node("Constant", [], ["yes"], value=numpy_helper.from_array(np.array(True))),
+            helper.make_node("Constant", [], ["half"], value_float=0.5),
+            helper.make_node("Constant", [], ["both"], value_floats=[1.0, 2.0]),
+            helper.make_node("If", ["yes"], ["y"], then_branch=branch("then"), else_branch=branch("else")),
+        ],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 2])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 2])],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)])
+
+
+def test_sidecars_of_inner_graphs_are_named(tmp_path: Path) -> None:
+    assert {g.name for g in onnx_file.graphs(branched().graph)} == {"g", "then", "else"}
+    onnx.save(branched(), tmp_path / "model.onnx", save_as_external_data=True, location="w.data", size_threshold=0)
+    (tmp_path / "w.data").unlink()
+    with pytest.raises(Fault, match="lost its external data"):
+        onnx_file.load(tmp_path)
+
+
+def test_constants_are_found_in_every_form() -> None:
+    found = onnx_file.constants(branched().graph)
+    assert {name: value.tolist() for name, value in found.items()} == {"yes": True, "half": 0.5, "both": [1.0, 2.0]}
+    assert onnx_file.constants(model_of("n").graph)["w"].tolist() == [1.0, 2.0]
+
+
+def test_a_model_with_a_sidecar_is_serialised_whole(with_sidecar: Path) -> None:
+    whole = onnx.load_from_string(onnx_file.serialized(onnx_file.load(with_sidecar), "name"))
+    assert numpy_helper.to_array(whole.graph.initializer[0]).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("limit", [7, 40])
+def test_a_model_too_large_for_one_file_is_a_fault(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    monkeypatch.setattr(onnx_file, "MAX_BYTES", limit)
+    with pytest.raises(Fault, match="huge is too large for one ONNX file") as caught:
+        onnx_file.serialized(model_of("n"), "huge")
+    assert caught.value.got == "8 bytes of weights"

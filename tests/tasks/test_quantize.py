@@ -255,6 +255,30 @@ def test_a_scale_that_is_not_finite_and_positive_is_refused(scale: Any, constant
         check_scales(scaled(scale, constant))
 
 
+@pytest.mark.parametrize("form", [{"value_float": 0.0}, {"value_floats": [0.1, -1.0]}])
+def test_a_constant_of_another_form_is_checked_too(form: dict[str, Any]) -> None:
+    model = scaled(0.1, True)
+    model.graph.node[0].CopyFrom(helper.make_node("Constant", [], ["scale"], **form))
+    with pytest.raises(Fault, match="scale of x is unusable"):
+        check_scales(model)
+
+
+def test_a_scale_that_is_no_constant_is_refused() -> None:
+    model = scaled(0.1, True)
+    model.graph.node[0].CopyFrom(helper.make_node("ReduceMax", ["x"], ["scale"], keepdims=0))
+    with pytest.raises(Fault, match="scale of x is computed by the model"):
+        check_scales(model)
+
+
+def test_a_scale_inside_a_branch_is_checked() -> None:
+    inner = scaled(np.nan, False).graph
+    del inner.input[:]
+    outer = scaled(0.1, False)
+    outer.graph.node.append(helper.make_node("If", ["b"], ["z"], then_branch=inner, else_branch=inner))
+    with pytest.raises(Fault, match="scale of x is unusable"):
+        check_scales(outer)
+
+
 def test_a_file_without_quantised_nodes_is_refused(artifact: Any) -> None:
     with pytest.raises(Fault, match="nothing was quantised"):
         check_scales(onnx_file.load(artifact("base-onnx")))
@@ -310,3 +334,17 @@ def test_tensorrts_style_quantises_no_bias(symmetric: onnx.ModelProto) -> None:
     convs = nodes(symmetric, "Conv")
     assert all(conv.input[1] in made for conv in convs)
     assert not any(conv.input[2] in made for conv in convs if len(conv.input) > 2)
+
+
+def test_tensorrts_style_of_a_parent_with_a_sidecar_is_the_same_single_file(
+    artifact: Any, symmetric: onnx.ModelProto, data_folder: Path, workload_path: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "parent").mkdir()
+    model = onnx_file.load(artifact("base-onnx"))
+    onnx.save(model, tmp_path / "parent/model.onnx", save_as_external_data=True, location="w", size_threshold=1024)
+    paths = [tmp_path / "parent", workload_path, data_folder, tmp_path / "out"]
+    subprocess.run([sys.executable, "-c", TENSORRT, *map(str, paths)], check=True, capture_output=True)
+    assert [f.name for f in (tmp_path / "out").iterdir()] == ["model.onnx"]
+    got, want = constants(onnx_file.load(tmp_path / "out")), constants(symmetric)
+    assert got.keys() == want.keys()
+    assert all(np.array_equal(got[name], want[name]) for name in want)
