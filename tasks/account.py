@@ -66,15 +66,13 @@ def count(model: nn.Module, task: Workload) -> AccountReport:
 
     leaves = {name: m for name, m in model.named_modules() if not list(m.children())}
     hooks = [m.register_forward_hook(hook) for m in leaves.values()]
-    mode = model.training
     example = {n: torch.zeros((1, *shape), dtype=getattr(torch, d)) for n, (d, shape) in task.INPUTS.items()}
     try:
-        with torch.inference_mode():
-            fit.forward(model.eval(), task, example)
+        with torch.inference_mode(), fit.eval_mode(model):
+            fit.forward(model, task, example)
     finally:
         for handle in hooks:
             handle.remove()
-        model.train(mode)
     layers = _layers(model, leaves, calls)
     return AccountReport(
         parameters=sum(layer.parameters for layer in layers),

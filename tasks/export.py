@@ -19,7 +19,7 @@ from tasks import checkpoint, onnx_file
 from tasks.data import read
 from tasks.errors import Fault
 from tasks.files import atomic_folder, sha256, size_bytes
-from tasks.fit import predict
+from tasks.fit import eval_mode, predict
 from tasks.settings import ExportParams
 from tasks.workloads.protocol import Workload
 
@@ -77,7 +77,7 @@ def to_onnx(
     """
     batch = torch.export.Dim("batch", min=1, max=65536)
     inputs = {n: torch.zeros((2, *shape), dtype=getattr(torch, dtype)) for n, (dtype, shape) in task.INPUTS.items()}
-    with _eval_mode(model), _quiet():
+    with eval_mode(model), _quiet():
         try:
             exported = torch.export.export(
                 model, tuple(inputs.values()), dynamic_shapes=tuple({0: batch} for _ in inputs)
@@ -99,19 +99,25 @@ def to_onnx(
         )
     assert program is not None
     proto = program.model_proto
-    for node in proto.graph.node:
-        del node.metadata_props[:]
-        node.doc_string = ""
-    for value in (*proto.graph.input, *proto.graph.output, *proto.graph.value_info, *proto.graph.initializer):
-        del value.metadata_props[:]
-    del proto.graph.metadata_props[:]
-    del proto.metadata_props[:]
+    for graph in (*onnx_file.graphs(proto.graph), *proto.functions):
+        _anonymise(graph)
     onnx_file.annotate(proto, notes or {})
     if external_data:
         # Small tensors stay inside: ONNX Runtime reads no shapes from a sidecar.
         onnx.save(proto, path, save_as_external_data=True, location=f"{path.name}.data", size_threshold=1024)
     else:
         onnx.save(proto, path)
+
+
+def _anonymise(graph: onnx.GraphProto | onnx.FunctionProto) -> None:
+    """Remove what the exporter notes of its own code and machine."""
+    values = [*graph.value_info]
+    if isinstance(graph, onnx.GraphProto):
+        values += [*graph.input, *graph.output, *graph.initializer]
+    for node in graph.node:
+        node.doc_string = ""
+    for part in (graph, *graph.node, *values):
+        del part.metadata_props[:]
 
 
 def check_file(model: onnx.ModelProto, opset: int) -> None:
@@ -169,17 +175,6 @@ def parity(model: nn.Module, task: Workload, folder: Path, samples: dict[str, np
 
 def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-@contextlib.contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 @contextlib.contextmanager

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +21,7 @@ Loss = Callable[[Tensors, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Epoch:
-    """One point of a learning curve; `validation` is the metric's mean in 0 … 1."""
+    """One point of a learning curve; `validation` is the mean of the workload's first metric, in 0 … 1."""
 
     epoch: int
     loss: float
@@ -50,14 +51,24 @@ def tensors(arrays: Arrays) -> Tensors:
     return {name: torch.from_numpy(value) for name, value in arrays.items()}
 
 
+@contextlib.contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode; each module's own mode is restored after, also after an error."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
 @torch.inference_mode()
 def predict(model: nn.Module, workload: Workload, arrays: Arrays, batch: int = 256) -> Arrays:
-    """Outputs [n, …] of a model in eval mode, in the order of the samples; its mode is restored."""
-    mode = model.training
-    model.eval()
+    """Outputs [n, …] of a model in eval mode, in the order of the samples; each module's mode is restored."""
     data, n = tensors(arrays), len(arrays["label"])
-    parts = [forward(model, workload, {k: v[i : i + batch] for k, v in data.items()}) for i in range(0, n, batch)]
-    model.train(mode)
+    with eval_mode(model):
+        parts = [forward(model, workload, {k: v[i : i + batch] for k, v in data.items()}) for i in range(0, n, batch)]
     return {name: torch.cat([part[name] for part in parts]).numpy() for name in workload.OUTPUTS}
 
 

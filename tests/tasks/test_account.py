@@ -108,6 +108,13 @@ def test_the_mode_is_restored_and_statistics_stay() -> None:
     assert not model[0]._forward_hooks
 
 
+def test_each_modules_mode_is_restored() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(2), nn.Dropout())
+    model[0].eval()
+    account.count(model, task(2, 3, 3))
+    assert (model.training, model[0].training, model[1].training) == (True, False, True)
+
+
 def test_resnet8_has_the_closed_form_of_its_paper() -> None:
     from tasks.workloads import digits
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -177,13 +178,27 @@ def test_external_data_is_part_of_the_digest(external: Any, tmp_path: Path) -> N
     assert sha256(tmp_path) != report.sha256
 
 
+class Branched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda v: self.linear(v), lambda v: self.linear(v) * 2, (x,))
+
+
+def test_the_file_says_nothing_of_the_machine_it_was_made_on(make_workload: Any, tmp_path: Path) -> None:
+    to_onnx(Branched(), make_workload(None, {"x": ("float32", (4,))}), tmp_path / "model.onnx", 18)
+    assert len(list(onnx_file.graphs(onnx.load(tmp_path / "model.onnx").graph))) == 3
+    assert Path(__file__).name.encode() not in (tmp_path / "model.onnx").read_bytes()
+
+
 def test_a_failed_export_leaves_nothing(
     artifact: Any, tmp_path: Path, write_workload: Any, workload_path: Path
 ) -> None:
     text = workload_path.read_text().replace("Path(__file__).parent", repr(str(workload_path.parent)))
     path = write_workload(text)
-    parent = checkpoint.load(artifact("base"))
-    parent.workload_path = str(path)
+    parent = dataclasses.replace(checkpoint.load(artifact("base")), workload_path=str(path))
     checkpoint.save(parent, tmp_path / "parent")
     with pytest.raises(Fault, match="no data"):
         export(tmp_path / "parent", tmp_path / "nowhere", tmp_path / "out", ExportParams(**{"from": "parent"}))

@@ -67,6 +67,23 @@ def test_predict_is_in_eval_mode_in_order_and_restores_the_mode(
     np.testing.assert_allclose(got, one_by_one, atol=1e-5)
 
 
+def test_predict_restores_each_modules_mode(tiny: Any, model: nn.Module, validation_split: Any) -> None:
+    model.train()
+    model.stem.eval()
+    before = {name: module.training for name, module in model.named_modules()}
+    fit.predict(model, tiny, validation_split)
+    assert {name: module.training for name, module in model.named_modules()} == before
+
+
+def test_modes_are_restored_after_an_error(model: nn.Module) -> None:
+    model.train()
+    model.stem.eval()
+    with pytest.raises(ZeroDivisionError), fit.eval_mode(model):
+        assert not any(module.training for module in model.modules())
+        raise ZeroDivisionError
+    assert (model.training, model.stem.training, model.head.training) == (True, False, True)
+
+
 def test_the_best_epoch_is_kept(tiny: Any, model: nn.Module, train_split: Any, validation_split: Any) -> None:
     curve = fit.fit(
         model, tiny, train_split, validation_split, FitParams(epochs=4, batch=64, lr=2e-2), fit.task_loss(tiny)
