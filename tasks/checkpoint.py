@@ -69,25 +69,35 @@ def save(checkpoint: Checkpoint, folder: Path) -> Path:
 def load(folder: Path) -> Checkpoint:
     """Read `folder/model.pt`, in eval mode.
 
-    Raises Fault, with the file's name, size and likely cause, if it isn't a checkpoint.
+    Raises Fault, with the file's name, size and likely cause, if it isn't a checkpoint, and
+    Fault if its workload is gone or makes another model now.
     """
-    path = folder / FILE if folder.is_dir() or not folder.exists() else folder
+    path = _path(folder)
     state = _read(path)
     workload = load_workload(Path(state["workload"]))
     structure = tuple(Factorized(**change) for change in state["structure"])
-    model = _fresh(workload, state["architecture"], structure)
-    for name, numbers in state["layout"].items():
-        _reshape(model.get_submodule(name), numbers, name, state["state"])
     try:
+        model = _fresh(workload, state["architecture"], structure)
+        for name, numbers in state["layout"].items():
+            _reshape(model.get_submodule(name), numbers, name, state["state"])
         model.load_state_dict(state["state"], strict=True)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, AttributeError, KeyError) as error:
         raise Fault(
             f"{path} doesn't fit its workload any more",
-            got=" ".join(str(error).split())[:300],
+            got=" ".join(f"{type(error).__name__}: {error}".split())[:300],
             expected=f"the model of {state['workload']} as it was when this was saved",
             do="retrain with `dvc repro`, or restore the workload file",
         ) from None
     return Checkpoint(model.eval(), state["workload"], state["architecture"], structure)
+
+
+def workload_file(folder: Path) -> Path:
+    """The workload file that `folder/model.pt` names, which may not exist here; runs none of its code."""
+    return Path(_read(_path(folder))["workload"])
+
+
+def _path(folder: Path) -> Path:
+    return folder / FILE if folder.is_dir() or not folder.exists() else folder
 
 
 def _fresh(workload: Workload, architecture: dict[str, Any], structure: tuple[Factorized, ...]) -> nn.Module:

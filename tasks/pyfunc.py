@@ -23,10 +23,13 @@ class Engine(PythonModel):
         self._max_batch = manifest.read(folder).max_batch
 
     def predict(self, context: Any, model_input: Any, params: dict[str, Any] | None = None) -> dict[str, np.ndarray]:
-        """Outputs [n, …] by name; any n above 0, run in batches of at most the engine's maximum."""
+        """Outputs [n, …] by name; any n above 0, run in batches of at most the engine's maximum.
+
+        Raises Fault for inputs that are missing, don't fit or differ in number.
+        """
         inputs = self._session.inputs
         given = model_input if isinstance(model_input, dict) else {inputs[0].name: np.asarray(model_input)}
-        n = len(given[inputs[0].name])
+        n = max((len(given[spec.name]) for spec in inputs if spec.name in given), default=0)
         parts = [
             self._session.run({k: v[i : i + self._max_batch] for k, v in given.items()})
             for i in range(0, max(n, 1), self._max_batch)

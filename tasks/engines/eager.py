@@ -1,4 +1,8 @@
-"""PyTorch in eager mode on the CPU: the model as it is, the usual baseline."""
+"""PyTorch in eager mode on the CPU: the model as it is, the usual baseline.
+
+Its code is the project's, so that such an engine runs inside its project only. The manifest
+holds the digest of the workload file, not of modules that this file imports.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import torch
 
 from tasks import checkpoint
 from tasks.engines.protocol import check_batch
+from tasks.errors import Fault
 from tasks.files import sha256
 from tasks.fit import forward
 from tasks.manifest import Manifest, TensorSpec, require
@@ -31,7 +36,7 @@ def build(source: Path, folder: Path, spec: BuildParams) -> Manifest:
     return Manifest(
         backend="eager",
         backend_version=torch.__version__,
-        built_for={"device": "cpu"},
+        built_for={"device": "cpu", "workload_sha256": sha256(Path(loaded.workload_path))},
         engine_file=checkpoint.FILE,
         inputs=tuple(TensorSpec(n, d, (None, *s)) for n, (d, s) in task.INPUTS.items()),
         outputs=tuple(
@@ -82,6 +87,22 @@ class EagerSession:
 
 
 def open(folder: Path, described: Manifest) -> EagerSession:
-    """Open a copied checkpoint; Fault if PyTorch's version is another."""
+    """Open a copied checkpoint; Fault if PyTorch's version or the workload is another, or it isn't here."""
     require(described, folder, version=torch.__version__)
+    workload = checkpoint.workload_file(folder)
+    if not workload.is_file():
+        raise Fault(
+            f"engine {folder.name} runs inside its project only",
+            got=f"here: no {workload}",
+            expected="built for: eager mode, with the model's code in the workload file",
+            do="run it in the project's root, or use an engine of another backend",
+        )
+    built, here = described.built_for.get("workload_sha256"), sha256(workload)
+    if built != here:
+        raise Fault(
+            f"engine {folder.name} was built for another {workload.name}",
+            got=f"here: sha256 {here[:12]}…",
+            expected=f"built for: sha256 {built[:12]}…" if built else "built for: no digest noted",
+            do=f"rebuild: dvc repro --force --single-item build@{folder.name}",
+        )
     return EagerSession(folder, described)

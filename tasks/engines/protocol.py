@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Protocol, Self, cast
 
 from tasks import manifest
-from tasks.errors import Fault
+from tasks.errors import Fault, Unavailable
 from tasks.manifest import Manifest, TensorSpec
 from tasks.settings import BuildParams
 from tasks.workloads.protocol import Arrays
@@ -49,10 +49,18 @@ class Backend(Protocol):
 
 
 def backend(name: str) -> Backend:
-    """The module of a backend; only the one asked for is imported."""
+    """The module of a backend; only the one asked for is imported.
+
+    Raises Fault for an unknown name, Unavailable if a package it needs isn't installed.
+    """
     if name not in BACKENDS:
         raise Fault("no such backend", got=name, expected=", ".join(BACKENDS), do="mend build.*.backend")
-    return cast(Backend, importlib.import_module(f"tasks.engines.{name}"))
+    try:
+        return cast(Backend, importlib.import_module(f"tasks.engines.{name}"))
+    except ImportError as error:
+        if (error.name or "").split(".")[0] == "tasks":
+            raise
+        raise Unavailable(f"{name} isn't installed here: {' '.join(str(error).split())}") from None
 
 
 def open_engine(folder: Path) -> Session:
@@ -66,7 +74,7 @@ def open_engine(folder: Path) -> Session:
 
 
 def check_batch(batch: Arrays, inputs: Sequence[TensorSpec], max_batch: int) -> None:
-    """Raise Fault if the inputs of a batch lack a name, have another type or shape, or are too many."""
+    """Raise Fault if an input is missing, has another type or shape, or they aren't as many each, 1 to `max_batch`."""
     for spec in inputs:
         if spec.name not in batch:
             raise Fault(
@@ -94,3 +102,11 @@ def check_batch(batch: Arrays, inputs: Sequence[TensorSpec], max_batch: int) -> 
                 expected=f"1 to {max_batch}",
                 do="split the batch, or raise build.*.max_batch and rebuild",
             )
+    counts = {spec.name: len(batch[spec.name]) for spec in inputs}
+    if len(set(counts.values())) > 1:
+        raise Fault(
+            "the inputs differ in number",
+            got=", ".join(f"{name}: {n}" for name, n in counts.items()),
+            expected="as many of each",
+            do="give every input of every sample",
+        )

@@ -160,3 +160,32 @@ def test_other_contents_are_named(tmp_path: Path, state: dict[str, Any], found: 
 def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
     with pytest.raises(Fault, match=r"no checkpoint .*nowhere"):
         checkpoint.load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("def model(**_):", "def model(needed, **_):"),
+        ("def model(**_):", "def model(**_):\n    return nn.Linear(2, 2)\n\ndef former(**_):"),
+    ],
+    ids=["other keywords", "other layers"],
+)
+def test_a_workload_that_makes_another_model_now_is_a_fault(
+    write_workload: Any, tmp_path: Path, old: str, new: str
+) -> None:
+    path = write_workload(OWN)
+    model = checkpoint.load_workload(path).model()
+    model[0] = nn.Linear(6, 20)
+    checkpoint.save(checkpoint.Checkpoint(model, str(path)), tmp_path)
+    checkpoint.load(tmp_path)
+    assert old in OWN
+    write_workload(OWN.replace(old, new))
+    with pytest.raises(Fault, match="doesn't fit its workload any more"):
+        checkpoint.load(tmp_path)
+
+
+def test_the_workload_file_is_named_without_running_it(write_workload: Any, tmp_path: Path) -> None:
+    path = write_workload(OWN)
+    checkpoint.save(checkpoint.Checkpoint(checkpoint.load_workload(path).model(), str(path)), tmp_path)
+    path.unlink()
+    assert checkpoint.workload_file(tmp_path) == path

@@ -12,8 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasks import layout
+from tasks import layout, pyfunc
+from tasks.engines.protocol import check_batch
+from tasks.errors import Fault
 from tasks.files import read_json
+from tasks.manifest import TensorSpec
 
 CONSUMER = """
 import json, sys
@@ -77,6 +80,32 @@ def test_a_fresh_process_predicts_with_the_recorded_accuracy(place: Any, tmp_pat
     assert "batch out of range" in empty and "1 to 64" in empty
     assert "8, 7" in shape
     assert "int64" in kind
+
+
+class Pair:
+    """A session of two inputs, at most two samples at once; the output is their sum."""
+
+    inputs = (TensorSpec("a", "float32", (None, 1)), TensorSpec("b", "float32", (None, 1)))
+    outputs = (TensorSpec("sum", "float32", (None, 1)),)
+
+    def run(self, batch: Any) -> Any:
+        check_batch(batch, self.inputs, 2)
+        return {"sum": batch["a"] + batch["b"]}
+
+
+def test_inputs_that_are_missing_or_differ_in_number_are_a_fault() -> None:
+    engine = pyfunc.Engine()
+    engine._session, engine._max_batch = Pair(), 2
+    a, b = np.ones((4, 1), np.float32), np.ones((4, 1), np.float32)
+    assert engine.predict(None, {"a": a, "b": b})["sum"].tolist() == [[2]] * 4
+    for given, what in (
+        ({"b": b}, "input a is missing"),
+        ({"a": a}, "input b is missing"),
+        ({"a": a[:1], "b": b[:2]}, "inputs differ in number"),
+        ({"a": a[:2], "b": b}, "input a: batch out of range"),
+    ):
+        with pytest.raises(Fault, match=what):
+            engine.predict(None, given)
 
 
 def test_a_damaged_engine_is_not_opened(place: Any, tmp_path: Path) -> None:
