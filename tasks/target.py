@@ -46,7 +46,12 @@ LLC_FALLBACK = 32 << 20
 
 @dataclass(frozen=True)
 class Target:
-    """A machine. `cpu_flags` are the instruction sets that kernels are chosen by."""
+    """A machine.
+
+    `kind` and `name` are of the device that sessions run on, which is the CPU for every backend that
+    runs here; `cpu_flags` are the instruction sets that kernels are chosen by. `gpu_name`,
+    `compute_capability` and `driver` are None without an NVIDIA GPU.
+    """
 
     id: str
     kind: str
@@ -54,6 +59,7 @@ class Target:
     cores: int
     cpu_name: str
     cpu_flags: tuple[str, ...]
+    gpu_name: str | None
     compute_capability: str | None
     driver: str | None
     system: str
@@ -62,22 +68,21 @@ class Target:
 
 
 def fingerprint() -> Target:
-    """Read this machine. `id` names the hardware alone; libraries may change under it."""
+    """Read this machine. `id` names the CPU alone; libraries and the GPU may change under it."""
     cpu, flags = _cpu()
-    gpu = _gpu()
-    hardware = {"cpu": cpu, "flags": flags, "cores": os.cpu_count(), "gpu": gpu}
-    kind = "cuda" if gpu else "cpu"
-    name = gpu["name"] if gpu else cpu
-    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:32].strip("-")
+    gpu = _gpu() or {}
+    hardware = {"cpu": cpu, "flags": flags, "cores": os.cpu_count()}
+    slug = re.sub(r"[^a-z0-9]+", "-", cpu.lower()).strip("-")[:32].strip("-")
     return Target(
-        id=f"{kind}-{slug}-{os.cpu_count()}c-{digest_of(hardware)[:6]}",
-        kind=kind,
-        name=name,
+        id=f"cpu-{slug}-{os.cpu_count()}c-{digest_of(hardware)[:6]}",
+        kind="cpu",
+        name=cpu,
         cores=os.cpu_count() or 1,
         cpu_name=cpu,
         cpu_flags=tuple(flags),
-        compute_capability=gpu["compute_capability"] if gpu else None,
-        driver=gpu["driver"] if gpu else None,
+        gpu_name=gpu.get("name"),
+        compute_capability=gpu.get("compute_capability"),
+        driver=gpu.get("driver"),
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
         libraries={name: v for name in LIBRARIES if (v := _version(name))},

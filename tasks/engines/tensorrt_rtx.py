@@ -134,6 +134,6 @@ def open(folder: Path, described: Manifest) -> Session:
     if here.compute_capability not in built:
         raise Unavailable(
             f"built, not run here: built for compute capability {', '.join(built)}, "
-            f"here {here.name} with {here.compute_capability}"
+            f"here {here.gpu_name} with {here.compute_capability}"
         )
     raise Unavailable("built, not run here: this version builds tensorrt_rtx engines ahead of time only")

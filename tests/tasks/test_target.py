@@ -7,8 +7,13 @@ import os
 import re
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tasks import target
+from tasks.engines.protocol import open_engine
+from tasks.errors import Unavailable
 
 
 def test_the_fingerprint_is_of_this_machine() -> None:
@@ -16,9 +21,36 @@ def test_the_fingerprint_is_of_this_machine() -> None:
     assert here.cores == os.cpu_count()
     assert here.libraries["torch"] == version("torch")
     assert here.libraries["onnxruntime"] == version("onnxruntime")
-    assert re.fullmatch(r"(cpu|cuda)-[a-z0-9-]+-\d+c-[0-9a-f]{6}", here.id)
+    assert re.fullmatch(r"cpu-[a-z0-9-]+-\d+c-[0-9a-f]{6}", here.id)
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else ""
     assert all(re.search(rf"\b{flag}\b", flags) for flag in here.cpu_flags)
+
+
+def test_a_gpu_is_told_beside_the_cpu_that_sessions_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, "_gpu", lambda: None)
+    without = target.fingerprint()
+    gpu = {"name": "NVIDIA L4", "compute_capability": "8.9", "driver": "580.1"}
+    monkeypatch.setattr(target, "_gpu", lambda: gpu)
+    here = target.fingerprint()
+    assert (here.id, here.kind, here.name) == (without.id, "cpu", here.cpu_name)
+    assert (here.gpu_name, here.compute_capability, here.driver) == ("NVIDIA L4", "8.9", "580.1")
+    assert (without.gpu_name, without.compute_capability, without.driver) == (None, None, None)
+
+
+def test_an_engine_for_another_gpu_names_the_gpu_here(artifact: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = {"name": "NVIDIA H200", "compute_capability": "9.0", "driver": "580.1"}
+    monkeypatch.setattr(target, "_gpu", lambda: gpu)
+    with pytest.raises(Unavailable, match=r"here NVIDIA H200 with 9\.0"):
+        open_engine(artifact("base-rtx"))
+
+
+def test_another_cpu_is_another_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, flags = target._cpu()
+    found = set()
+    for cpu in ((name, flags), (f"{name} II", flags), (name, [*flags, "sve2"])):
+        monkeypatch.setattr(target, "_cpu", lambda cpu=cpu: cpu)
+        found.add(target.fingerprint().id)
+    assert len(found) == 3
 
 
 def test_the_fingerprint_is_stable() -> None:
