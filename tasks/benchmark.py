@@ -6,10 +6,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks import manifest, measure
+from tasks import manifest, measure, target
 from tasks.data import read
-from tasks.engines.protocol import open_engine
-from tasks.errors import Unavailable
+from tasks.engines.protocol import Session, open_engine
+from tasks.errors import Fault, Unavailable
 from tasks.settings import BenchmarkParams
 from tasks.stats import Interval
 
@@ -19,7 +19,8 @@ class BenchmarkReport:
     """Latency and speed-up over the baseline; all None, with the reason, if the engine can't run here.
 
     `baseline` is the baseline's own timing of the same rounds, so that the speed-up can be
-    computed again from this file. `load_average` was read before and after.
+    computed again from this file. `load_average` was read before and after. `target_id` is the
+    machine that was measured.
     """
 
     timing: measure.Timing | None
@@ -31,28 +32,37 @@ class BenchmarkReport:
     engine_sha256: str
     baseline_sha256: str
     load_average: tuple[float, float] | None
+    target_id: str
 
 
 def benchmark(source: Path, baseline: Path, data: Path, params: BenchmarkParams) -> BenchmarkReport:
     """Measure the engine in `source` and the one in `baseline` in the same rounds, on validation inputs.
 
     The baseline against itself is measured with two sessions: its ratio should hold 1.
+    Raises Fault if the baseline can't run here: without it no engine can be timed.
     """
     described, other = manifest.read(source), manifest.read(baseline)
-    before = measure.load_average()
+    before, here = measure.load_average(), target.fingerprint().id
     with ExitStack() as stack:
+        against = stack.enter_context(_open_baseline(baseline))
         try:
-            engines = {
-                "engine": stack.enter_context(open_engine(source)),
-                "baseline": stack.enter_context(open_engine(baseline)),
-            }
+            engine = stack.enter_context(open_engine(source))
         except Unavailable as reason:
             return BenchmarkReport(
-                None, None, None, baseline.name, str(reason), None, described.engine_sha256, other.engine_sha256, None
+                timing=None,
+                baseline=None,
+                speedup=None,
+                versus=baseline.name,
+                not_run=str(reason),
+                unstable=None,
+                engine_sha256=described.engine_sha256,
+                baseline_sha256=other.engine_sha256,
+                load_average=None,
+                target_id=here,
             )
         samples = read(data / "validation.npz")
         inputs = {spec.name: samples[spec.name] for spec in described.inputs}
-        timings = measure.interleave(engines, inputs, params)
+        timings = measure.interleave({"engine": engine, "baseline": against}, inputs, params)
     gain = measure.speedup(timings, "engine", "baseline", params.confidence)
     return BenchmarkReport(
         timing=timings["engine"],
@@ -64,7 +74,20 @@ def benchmark(source: Path, baseline: Path, data: Path, params: BenchmarkParams)
         engine_sha256=described.engine_sha256,
         baseline_sha256=other.engine_sha256,
         load_average=(before, measure.load_average()),
+        target_id=here,
     )
+
+
+def _open_baseline(folder: Path) -> Session:
+    try:
+        return open_engine(folder)
+    except Unavailable as reason:
+        raise Fault(
+            f"the baseline {folder.name} can't run here",
+            got=str(reason),
+            expected="an engine that runs on this machine",
+            do="name another one as `baseline:` in params.yaml",
+        ) from None
 
 
 def unstable(gain: Interval, timing: measure.Timing, params: BenchmarkParams) -> str | None:

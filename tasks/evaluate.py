@@ -14,12 +14,16 @@ from tasks.errors import Fault, Unavailable
 from tasks.files import sha256
 from tasks.settings import EvaluateParams
 from tasks.stats import Interval, mean_score
+from tasks.target import fingerprint
 from tasks.workloads.protocol import Arrays, Workload, load_workload
 
 
 @dataclass(frozen=True)
 class EvaluateReport:
-    """A metric's mean in 0 … 1 with its interval; None, with the reason, if the engine can't run here."""
+    """A metric's mean in 0 … 1 with its interval; None, with the reason, if the engine can't run here.
+
+    `target_id` is the machine that it ran on.
+    """
 
     metric: str
     accuracy: Interval | None
@@ -28,6 +32,7 @@ class EvaluateReport:
     engine_sha256: str
     test_sha256: str
     preprocessing: str
+    target_id: str
 
 
 def evaluate(source: Path, workload: Path, data: Path, target: Path, params: EvaluateParams) -> EvaluateReport:
@@ -46,24 +51,26 @@ def evaluate(source: Path, workload: Path, data: Path, target: Path, params: Eva
             do=f"rebuild: {described.rebuild}",
         )
     samples = read(split)
+    accuracy: Interval | None = None
+    not_run: str | None = None
     try:
         with open_engine(source) as session:
             outputs = run(session, task, samples, params.batch)
     except Unavailable as reason:
-        write(target, {"scores": np.zeros(0)})
-        return EvaluateReport(
-            params.metric, None, 0, str(reason), described.engine_sha256, sha256(split), task.PREPROCESSING
-        )
-    scores = task.METRICS[params.metric](outputs, samples["label"]).astype(np.float64)
+        scores, not_run = np.zeros(0), str(reason)
+    else:
+        scores = task.METRICS[params.metric](outputs, samples["label"]).astype(np.float64)
+        accuracy = mean_score(scores, params.confidence)
     write(target, {"scores": scores})
     return EvaluateReport(
-        params.metric,
-        mean_score(scores, params.confidence),
-        len(scores),
-        None,
-        described.engine_sha256,
-        sha256(split),
-        task.PREPROCESSING,
+        metric=params.metric,
+        accuracy=accuracy,
+        n=len(scores),
+        not_run=not_run,
+        engine_sha256=described.engine_sha256,
+        test_sha256=sha256(split),
+        preprocessing=task.PREPROCESSING,
+        target_id=fingerprint().id,
     )
 
 

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from tasks.benchmark import benchmark, unstable
+from tasks.errors import Fault
 from tasks.files import read_json, sha256
 from tasks.measure import Timing
 from tasks.settings import BenchmarkParams
 from tasks.stats import Interval, ratio
+from tasks.target import fingerprint
 
 TIMING = Timing(1, 1.0, None, None, 1.0, 30, 1000.0, True, (1.0, 1.0))
 
@@ -33,6 +35,11 @@ def test_the_report_names_both_engines_by_digest(line: Path, artifact: Any) -> N
     assert len(report["load_average"]) == 2
 
 
+@pytest.mark.parametrize("name", ["base-ort", "base-rtx"])
+def test_the_report_names_the_machine(line: Path, name: str) -> None:
+    assert read_json(line / f"results/benchmark/{name}.json")["target_id"] == fingerprint().id
+
+
 def test_the_baseline_against_itself_is_near_one(artifact: Any, data_folder: Path) -> None:
     params = BenchmarkParams(rounds=12, max_rounds=12, window_ms=10, warmup_ms=20, max_width=0.9)
     gain = benchmark(artifact("base-eager"), artifact("base-eager"), data_folder, params).speedup
@@ -40,15 +47,20 @@ def test_the_baseline_against_itself_is_near_one(artifact: Any, data_folder: Pat
     assert 0.7 < gain.value < 1.4
 
 
-@pytest.mark.parametrize("swapped", [False, True])
-def test_an_engine_that_cannot_run_here_has_a_reason_and_no_number(
-    artifact: Any, data_folder: Path, swapped: bool
-) -> None:
-    pair = [artifact("base-rtx"), artifact("base-eager")]
-    report = benchmark(*(reversed(pair) if swapped else pair), data_folder, BenchmarkParams())
+def test_an_engine_that_cannot_run_here_has_a_reason_and_no_number(artifact: Any, data_folder: Path) -> None:
+    report = benchmark(artifact("base-rtx"), artifact("base-eager"), data_folder, BenchmarkParams())
     assert report.not_run is not None
     assert report.not_run.startswith("built, not run here")
     assert (report.timing, report.baseline, report.speedup) == (None, None, None)
+
+
+@pytest.mark.parametrize("engine", ["base-eager", "base-rtx"])
+def test_a_baseline_that_cannot_run_here_is_a_fault_of_the_baseline(
+    artifact: Any, data_folder: Path, engine: str
+) -> None:
+    with pytest.raises(Fault, match="the baseline base-rtx can't run here") as caught:
+        benchmark(artifact(engine), artifact("base-rtx"), data_folder, BenchmarkParams())
+    assert str(caught.value.got).startswith("built, not run here")
 
 
 @pytest.mark.parametrize(

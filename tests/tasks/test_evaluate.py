@@ -18,6 +18,7 @@ from tasks.evaluate import evaluate, run
 from tasks.files import read_json, sha256
 from tasks.fit import predict
 from tasks.settings import EvaluateParams
+from tasks.target import fingerprint
 
 
 @pytest.mark.parametrize("name", ["base-eager", "base-ort"])
@@ -38,6 +39,11 @@ def test_the_report_is_of_the_scores(line: Path, data_folder: Path, artifact: An
     assert report["accuracy"]["low"] < scores.mean() <= report["accuracy"]["high"]
     assert report["test_sha256"] == sha256(data_folder / "test.npz")
     assert report["engine_sha256"] == sha256(artifact("base-ort") / "engine.onnx")
+
+
+@pytest.mark.parametrize("name", ["base-ort", "base-rtx"])
+def test_the_report_names_the_machine(line: Path, name: str) -> None:
+    assert read_json(line / f"results/evaluate/{name}.json")["target_id"] == fingerprint().id
 
 
 @pytest.mark.parametrize("batch", [1, 64, 49])
