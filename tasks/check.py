@@ -2,48 +2,41 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from tasks.check_tree import artifacts, hint, tree_faults
 from tasks.errors import Fault
 from tasks.settings import (
-    MODEL_STEPS,
     SECTIONS,
     BenchmarkParams,
     BuildParams,
     DataParams,
+    DistillParams,
     EvaluateParams,
     Params,
     QuantizeParams,
     Settings,
+    TrainParams,
 )
-from tasks.workloads.protocol import load_workload
+from tasks.workloads.protocol import Workload, load_workload
 
-NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
-PARENTS = {
-    "prune": MODEL_STEPS,
-    "factorize": MODEL_STEPS,
-    "distill": MODEL_STEPS,
-    "export": MODEL_STEPS,
-    "quantize": ("export",),
-    "build": ("export", "quantize"),
-}
 CALIBRATIONS = {"onnxruntime": ("minmax", "entropy", "percentile"), "tensorrt": ("minmax", "entropy")}
+DEFAULTED = ("data", "evaluate", "benchmark", "gates")
 S = TypeVar("S", bound=Settings)
 
 
-def faults(raw: dict[str, Any], path: Path) -> list[str]:
+def faults(raw: dict[str, Any]) -> list[str]:
     """All faults of a params file's content: of types, of the tree, and of what belongs together.
 
-    A part whose types are wrong is left out of what is checked across parts.
+    A part whose types are wrong is left out of what is checked across parts. The workload is
+    looked for from the working directory, as the steps do.
     """
-    return [*_type_faults(raw), *_tree_faults(raw), *_meaning_faults(raw, path)]
+    return [*_type_faults(raw), *tree_faults(raw), *_meaning_faults(raw)]
 
 
 def _type_faults(raw: dict[str, Any]) -> list[str]:
@@ -54,80 +47,7 @@ def _type_faults(raw: dict[str, Any]) -> list[str]:
     return []
 
 
-def _artifacts(raw: dict[str, Any]) -> list[tuple[str, str, Any]]:
-    return [(s, n, v) for s in SECTIONS if isinstance(raw.get(s), dict) for n, v in raw[s].items()]
-
-
-def _tree_faults(raw: dict[str, Any]) -> list[str]:
-    """Faults of names and parents, found on the raw file so that they show beside type faults."""
-    faults: list[str] = []
-    seen: dict[str, str] = {}
-    for section, name, _ in _artifacts(raw):
-        if not (isinstance(name, str) and NAME.fullmatch(name)):
-            faults.append(
-                f"{section}.{name}: got the name {name!r}, expected lower-case letters, digits, '-' and '_'; rename it"
-            )
-        if name in seen:
-            faults.append(
-                f"{section}.{name}: the name is taken by {seen[name]}.{name}; "
-                "names are folders: give each artifact its own"
-            )
-        seen.setdefault(name, section)
-    links = _links(raw)
-    for section, name, key, got in links:
-        if got not in seen:
-            faults.append(f"{section}.{name}.{key}: got {got!r}, expected an artifact of this file{_hint(got, seen)}")
-            continue
-        allowed = _allowed(section, raw[section][name]) if key == "from" else PARENTS["distill"]
-        if seen[got] not in allowed:
-            faults.append(
-                f"{section}.{name}.{key}: got {got!r}, made by {seen[got]}; "
-                f"expected an artifact made by {', '.join(allowed)}"
-            )
-        if _descends(got, name, links):
-            faults.append(
-                f"{section}.{name}.{key}: got {got!r}, which descends from {name!r} itself; "
-                "expected a tree: break the cycle"
-            )
-    baseline = raw.get("baseline")
-    if isinstance(baseline, str) and seen.get(baseline) != "build":
-        builds = list(raw["build"]) if isinstance(raw.get("build"), dict) else []
-        faults.append(
-            f"baseline: got {baseline!r}, expected an engine of the section build: {', '.join(map(str, builds))}"
-        )
-    return faults
-
-
-def _links(raw: dict[str, Any]) -> list[tuple[str, str, str, str]]:
-    """Section, name, key and value of each reference of an artifact to another."""
-    return [
-        (section, name, key, value[key])
-        for section, name, value in _artifacts(raw)
-        if isinstance(value, dict)
-        for key in ("from", "teacher")
-        if isinstance(value.get(key), str)
-    ]
-
-
-def _allowed(section: str, value: dict[str, Any]) -> tuple[str, ...]:
-    if section != "build":
-        return PARENTS.get(section, ())
-    known = {"eager": MODEL_STEPS, "onnxruntime": PARENTS["build"], "tensorrt_rtx": PARENTS["build"]}
-    return known.get(str(value.get("backend")), MODEL_STEPS + PARENTS["build"])
-
-
-def _descends(name: str, ancestor: str, links: list[tuple[str, str, str, str]]) -> bool:
-    """Whether `name` is `ancestor`, or is made from it in any number of steps."""
-    reached, todo = {name}, [name]
-    while todo:
-        at = todo.pop()
-        new = {got for _, child, _, got in links if child == at} - reached
-        reached |= new
-        todo += new
-    return ancestor in reached
-
-
-def _meaning_faults(raw: dict[str, Any], path: Path) -> list[str]:
+def _meaning_faults(raw: dict[str, Any]) -> list[str]:
     """Faults that need several settings, or the workload, to be seen."""
     data, evaluate = _part(raw, "data", DataParams), _part(raw, "evaluate", EvaluateParams)
     timing = _part(raw, "benchmark", BenchmarkParams)
@@ -152,23 +72,45 @@ def _meaning_faults(raw: dict[str, Any], path: Path) -> list[str]:
             f"benchmark.rounds: got {timing.rounds}, expected at least {need}: "
             f"fewer can't give an interval of confidence {timing.confidence}"
         )
-    return found + _workload_faults(raw, path, evaluate)
+    if timing and timing.rounds > timing.max_rounds:
+        found.append(
+            f"benchmark.rounds: got {timing.rounds}, expected at most benchmark.max_rounds ({timing.max_rounds}): "
+            "raise that or lower this"
+        )
+    return found + _workload_faults(raw, evaluate)
 
 
-def _workload_faults(raw: dict[str, Any], path: Path, evaluate: EvaluateParams | None) -> list[str]:
+def _workload_faults(raw: dict[str, Any], evaluate: EvaluateParams | None) -> list[str]:
     named = raw.get("workload")
     if not isinstance(named, str):
         return []
     try:
-        metrics = load_workload(path.parent / named).METRICS
+        workload = load_workload(Path(named))
     except Fault as error:
         return [f"workload: {error.line}"]
+    found, metrics = _model_faults(raw, workload), workload.METRICS
     if evaluate is None or evaluate.metric in metrics:
-        return []
+        return found
     return [
+        *found,
         f"evaluate.metric: got {evaluate.metric!r}, expected one of {', '.join(metrics)} (those of {named})"
-        f"{_hint(evaluate.metric, metrics)}"
+        f"{hint(evaluate.metric, metrics)}",
     ]
+
+
+def _model_faults(raw: dict[str, Any], workload: Workload) -> list[str]:
+    """Faults of keywords for the workload's `model()`, found by calling it with them."""
+    asked = [(f"train.{name}.model", train.model) for name, train in _valid(raw, "train", TrainParams)]
+    asked += [(f"distill.{name}.student", kd.student or {}) for name, kd in _valid(raw, "distill", DistillParams)]
+    found = []
+    for key, keywords in asked:
+        try:
+            if keywords:
+                workload.model(**keywords)
+        except Exception as error:
+            words = error.line if isinstance(error, Fault) else f"{type(error).__name__}: {error}; mend them"
+            found.append(f"{key}: got {keywords}, expected keywords that the workload's model() takes: {words}")
+    return found
 
 
 def _calibration_faults(name: str, q: QuantizeParams, data: DataParams | None) -> list[str]:
@@ -198,7 +140,7 @@ def _part(raw: dict[str, Any], section: str, kind: type[S]) -> S | None:
 
 def _valid(raw: dict[str, Any], section: str, kind: type[S]) -> Iterator[tuple[str, S]]:
     """Names and settings of a section's artifacts, without the faulty ones."""
-    for at, name, value in _artifacts(raw):
+    for at, name, value in artifacts(raw):
         settings = _settings(value, kind) if at == section else None
         if settings:
             yield name, settings
@@ -218,9 +160,13 @@ def _sentence(error: Any) -> str:
     if kind == "extra_forbidden":
         known = _keys_at(error["loc"][:-1])
         what = "technique or section" if len(loc) == 1 else "setting"
-        return f"{key}: unknown {what} (value {got!r}); expected one of {', '.join(known)}{_hint(loc[-1], known)}"
+        return f"{key}: unknown {what} (value {got!r}); expected one of {', '.join(known)}{hint(loc[-1], known)}"
     if kind == "missing":
+        if key in DEFAULTED:
+            return f"{key}: missing; expected a section: add `{key}: {{}}` for the defaults"
         return f"{key}: missing; expected a value: add `{loc[-1]}:`"
+    if kind == "too_short":
+        return f"{key}: got {got!r}; expected at least one value: name one, or leave {loc[-1]} out for its default"
     message = error["msg"].removeprefix("Value error, ")
     return f"{key}: got {got!r}; expected {message.removeprefix('Input should be ')}"
 
@@ -239,8 +185,3 @@ def _keys_at(loc: tuple[Any, ...]) -> list[str]:
         else:
             model = next(iter(model.values()))
     return [field.alias or name for name, field in model.model_fields.items()]
-
-
-def _hint(got: object, known: Any) -> str:
-    close = difflib.get_close_matches(str(got), [str(k) for k in known], n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""

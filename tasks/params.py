@@ -67,7 +67,7 @@ def load(path: Path) -> Tree:
     expected and what to do.
     """
     raw = _read(path)
-    if found := check.faults(raw, path):
+    if found := check.faults(raw):
         raise ParamsFault(path, found)
     params = Params.model_validate(raw)
     tree = Tree(params, _ordered(params))

@@ -147,7 +147,10 @@ class BuildParams(Step):
     backend: Literal["eager", "onnxruntime", "tensorrt_rtx"]
     threads: Positive = 1
     max_batch: Positive = 64
-    compute_capabilities: tuple[Literal["8.0", "8.6", "8.9", "12.0"], ...] = ("8.6", "8.9")
+    compute_capabilities: Annotated[tuple[Literal["8.0", "8.6", "8.9", "12.0"], ...], Field(min_length=1)] = (
+        "8.6",
+        "8.9",
+    )
 
 
 class EvaluateParams(Settings):
@@ -186,6 +189,8 @@ class Bound(Settings):
     def _some(self) -> Self:
         if self.min is None and self.max is None:
             raise ValueError("at least one of min and max")
+        if self.min is not None and self.max is not None and self.min >= self.max:
+            raise ValueError("min below max, or nothing can pass: lower min or raise max")
         return self
 
 
@@ -204,11 +209,11 @@ class GateParams(Settings):
 
 
 class Params(Settings):
-    """The whole of `params.yaml`."""
+    """The whole of `params.yaml`. DVC tracks `data`, `evaluate`, `benchmark` and `gates`, so they must be there."""
 
     workload: str
     baseline: str
-    data: DataParams = DataParams()
+    data: DataParams
     train: dict[str, TrainParams]
     prune: dict[str, PruneParams] = Field(default_factory=dict)
     factorize: dict[str, FactorizeParams] = Field(default_factory=dict)
@@ -216,9 +221,9 @@ class Params(Settings):
     export: dict[str, ExportParams] = Field(default_factory=dict)
     quantize: dict[str, QuantizeParams] = Field(default_factory=dict)
     build: dict[str, BuildParams]
-    evaluate: EvaluateParams = EvaluateParams()
-    benchmark: BenchmarkParams = BenchmarkParams()
-    gates: GateParams = GateParams()
+    evaluate: EvaluateParams
+    benchmark: BenchmarkParams
+    gates: GateParams
 
 
 MODEL_STEPS = ("train", "prune", "factorize", "distill")

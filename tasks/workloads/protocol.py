@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 Arrays = dict[str, np.ndarray]
 REQUIRED = ("NAME", "PREPROCESSING", "INPUTS", "OUTPUTS", "METRICS", "samples", "model", "loss")
+DO = "name one from the working directory, such as tasks/workloads/digits.py"
 
 
 class Workload(Protocol):
@@ -54,13 +55,14 @@ class Workload(Protocol):
 def load_workload(path: Path) -> Workload:
     """Import a workload file.
 
-    Raises Fault if the file isn't there, fails to import, or lacks a name of the protocol.
+    Raises Fault if the file isn't there, is no Python file, fails to import, or lacks a name of the protocol.
     """
     if not path.is_file():
-        raise Fault("no workload", got=path, expected="a Python file", do="name one, such as tasks/workloads/digits.py")
+        raise Fault("no workload", got=path, expected="a Python file", do=DO)
     name = f"_workload_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec and spec.loader
+    if spec is None or spec.loader is None:
+        raise Fault("workload is no Python file", got=path, expected="a name that ends in .py", do=DO)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,17 @@ import pytest
 
 from tasks.check import faults
 from tasks.params import ParamsFault, load
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = """
+NAME = PREPROCESSING = "own"
+INPUTS, OUTPUTS, METRICS, samples, loss = {}, (), {"accuracy": None}, None, None
+
+def model(width=1):
+    if width < 1:
+        raise ValueError("width must be positive")
+    return width
+"""
 
 
 @pytest.fixture
@@ -24,7 +36,7 @@ def found(tiny_params: dict[str, Any]) -> Any:
             for part in way:
                 at = at.setdefault(part, {})
             at[last] = value
-        return faults(raw, Path("params.yaml"))
+        return faults(raw)
 
     return check
 
@@ -93,14 +105,92 @@ def test_the_tiny_params_have_no_fault(found: Any) -> None:
         ),
         ({"build/base-ort/max_batch": 20}, ["build.base-ort.max_batch: got 20", "evaluate.batch (50)"]),
         ({"gates/accuracy": {}}, ["gates.accuracy: got {}", "at least one of min and max"]),
+        ({"gates/accuracy": {"min": 1, "max": 0}}, ["gates.accuracy: got {'min': 1, 'max': 0}", "min below max"]),
+        ({"gates/speedup": {"min": 2, "max": 2}}, ["gates.speedup: got {'min': 2, 'max': 2}", "min below max"]),
+        ({"benchmark/rounds": 9}, ["benchmark.rounds: got 9, expected at most benchmark.max_rounds (8)", "raise that"]),
+        (
+            {"build/base-rtx/compute_capabilities": []},
+            ["build.base-rtx.compute_capabilities: got []", "at least one value", "name one"],
+        ),
+        (
+            {"baseline": "base-rtx"},
+            ["baseline: got 'base-rtx' of backend tensorrt_rtx", "can be timed", "base-eager, base-ort"],
+        ),
         ({"workload": "nowhere.py"}, ["workload:", "nowhere.py"]),
+        ({"workload": "pyproject.toml"}, ["workload:", "pyproject.toml", "ends in .py"]),
         ({"benchmark/confidence": 0.999}, ["benchmark.rounds: got 8, expected at least 11"]),
     ],
     ids=lambda value: "&".join(map(str, value)) if isinstance(value, dict) else "",
 )
-def test_a_fault_names_key_value_and_what_was_expected(found: Any, changes: dict[str, Any], parts: list[str]) -> None:
+def test_a_fault_names_key_value_and_what_was_expected(
+    found: Any, changes: dict[str, Any], parts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
     text = found(changes)
     assert any(all(part in line for part in parts) for line in text), text
+
+
+@pytest.mark.parametrize("section", ["data", "evaluate", "benchmark", "gates"])
+def test_a_section_that_dvc_tracks_is_required_and_may_be_empty(tiny_params: dict[str, Any], section: str) -> None:
+    without = {key: value for key, value in tiny_params.items() if key != section}
+    assert faults(without)[0] == f"{section}: missing; expected a section: add `{section}: {{}}` for the defaults"
+    assert not any(line.startswith(f"{section}:") for line in faults({**without, section: {}}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [({"train/base/from": "slim"}, "train.base.from"), ({"prune/slim/teacher": "bass"}, "prune.slim.teacher")],
+)
+def test_a_reference_that_a_section_does_not_take_is_one_fault(found: Any, changes: dict[str, Any], key: str) -> None:
+    text = found(changes)
+    assert len(text) == 1, text
+    assert text[0].startswith(f"{key}: unknown setting (value ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "hint"),
+    [
+        ({"distill/slim-kd/from": "slim-kdd"}, "did you mean 'slim'?"),
+        ({"prune/slim/from": "slim-k"}, "expected an artifact of this file"),
+    ],
+    ids=["itself", "its descendant"],
+)
+def test_the_hint_names_only_what_could_be_the_parent(found: Any, changes: dict[str, Any], hint: str) -> None:
+    (text,) = found(changes)
+    assert text.endswith(hint)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"depth": 3}, "TypeError: "),
+        ({"width": 0}, "ValueError: width must be positive"),
+        ({"width": "8"}, "TypeError"),
+    ],
+)
+@pytest.mark.parametrize("key", ["train/base/model", "distill/slim-kd/student"])
+def test_keywords_that_the_model_refuses_are_a_fault(
+    found: Any, write_workload: Any, key: str, keywords: dict[str, Any], words: str
+) -> None:
+    (text,) = found({"workload": str(write_workload(MODEL)), key: keywords})
+    assert text.startswith(f"{key.replace('/', '.')}: got {keywords}, expected keywords that the workload's model()")
+    assert words in text
+
+
+def test_a_fault_of_the_workloads_own_is_told_in_its_words(found: Any) -> None:
+    text = found({"workload": str(ROOT / "tasks/workloads/digits.py"), "train/base/model": {"width": 0}})
+    assert any(line.startswith("train.base.model: got {'width': 0}") and "whole number" in line for line in text), text
+
+
+@pytest.mark.parametrize("keywords", [{"width": 2}, {}])
+def test_good_keywords_are_no_fault(found: Any, write_workload: Any, keywords: dict[str, Any]) -> None:
+    own = str(write_workload(MODEL))
+    assert found({"workload": own, "train/base/model": keywords, "distill/slim-kd/student": keywords}) == []
+
+
+def test_no_model_is_made_without_keywords(found: Any, write_workload: Any) -> None:
+    refuses = MODEL.replace("width < 1", "True")
+    assert found({"workload": str(write_workload(refuses))}) == []
 
 
 @pytest.mark.parametrize("value", ["1e-5", 1e-5, "0.5", 1])
@@ -111,6 +201,7 @@ def test_what_is_a_number_to_a_person_is_a_number(found: Any, value: Any) -> Non
 def test_text_in_yaml_is_a_number_too(tmp_path: Path, tiny_params: dict[str, Any]) -> None:
     (tmp_path / "params.yaml").write_text(
         f"workload: {tiny_params['workload']}\nbaseline: base-eager\n"
+        "data: {}\nevaluate: {}\nbenchmark: {}\ngates: {}\n"
         'train: {base: {lr: 1e-5, epochs: 2}}\nprune: {slim: {from: base, ratio: "0.5"}}\n'
         "build: {base-eager: {from: base, backend: eager}}\n"
     )
@@ -153,9 +244,9 @@ def test_all_faults_are_reported_at_once(tmp_path: Path) -> None:
         "export: {base-onnx: {from: base}, slim: {from: base}}\n"
         "quantize: {base-int8: {from: base-onnx, samples: 16, batch: 32}}\n"
         "build: {base-ort: {from: base-onnx, backend: onnxruntime, max_batch: 1}}\n"
-        "evaluate: {metric: top2}\ngates: {energy: {max: 1}, speedup: {}}\n"
+        "data: {}\nbenchmark: {}\nevaluate: {metric: top2}\ngates: {energy: {max: 1}, speedup: {}}\n"
     )
-    with pytest.raises(ParamsFault) as caught:
+    with contextlib.chdir(tmp_path), pytest.raises(ParamsFault) as caught:
         load(tmp_path / "params.yaml")
     keys = [line.split(":")[0] for line in caught.value.faults]
     expected = [

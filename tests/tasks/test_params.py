@@ -29,7 +29,8 @@ SHIPPED = sorted([ROOT / "params.yaml", *ROOT.glob("examples/**/params*.yaml"), 
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_shipped_params_are_valid(path: Path) -> None:
+def test_shipped_params_are_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
     assert load(path).engines
 
 
@@ -68,6 +69,19 @@ def test_a_backend_without_a_plain_engine_is_a_fault(tree_of: Any, tiny_params: 
 
 def test_engines_are_in_the_order_of_the_file(tree_of: Any, tiny_params: dict[str, Any]) -> None:
     assert tree_of(tiny_params).engines == tuple(tiny_params["build"])
+
+
+def test_a_file_elsewhere_is_read_as_the_steps_would(
+    tmp_path: Path, tiny_params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    path = tmp_path / "elsewhere/params.yaml"
+    path.write_text(json.dumps({**tiny_params, "workload": "tests/tiny/workload.py"}))
+    monkeypatch.chdir(ROOT)
+    assert load(path).engines
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pytest.raises(ParamsFault, match="no workload"):
+        load(path)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,13 @@ def test_a_file_that_fails_to_import_is_a_fault(write_workload: Any, text: str, 
         load_workload(write_workload(text))
 
 
+@pytest.mark.parametrize("name", ["README.md", "workload"])
+def test_a_file_that_is_no_python_file_is_a_fault(write_workload: Any, name: str) -> None:
+    with pytest.raises(Fault, match="workload is no Python file") as caught:
+        load_workload(write_workload(COMPLETE, name))
+    assert "ends in .py" in str(caught.value.expected)
+
+
 def test_a_missing_file_is_a_fault(tmp_path: Path) -> None:
     with pytest.raises(Fault, match="no workload"):
         load_workload(tmp_path / "none.py")

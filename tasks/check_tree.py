@@ -1,0 +1,114 @@
+"""Faults of the tree of a params file: its names, its parents and its baseline."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from tasks.settings import MODEL_STEPS, SECTIONS
+
+NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
+PARENTS = {
+    "prune": MODEL_STEPS,
+    "factorize": MODEL_STEPS,
+    "distill": MODEL_STEPS,
+    "export": MODEL_STEPS,
+    "quantize": ("export",),
+    "build": ("export", "quantize"),
+}
+RUNNABLE = ("eager", "onnxruntime")
+
+
+def artifacts(raw: dict[str, Any]) -> list[tuple[str, str, Any]]:
+    """Section, name and value of each artifact of a raw file."""
+    return [(s, n, v) for s in SECTIONS if isinstance(raw.get(s), dict) for n, v in raw[s].items()]
+
+
+def tree_faults(raw: dict[str, Any]) -> list[str]:
+    """Faults of names and parents, found on the raw file so that they show beside type faults."""
+    faults: list[str] = []
+    seen: dict[str, str] = {}
+    for section, name, _ in artifacts(raw):
+        if not (isinstance(name, str) and NAME.fullmatch(name)):
+            faults.append(
+                f"{section}.{name}: got the name {name!r}, expected lower-case letters, digits, '-' and '_'; rename it"
+            )
+        if name in seen:
+            faults.append(
+                f"{section}.{name}: the name is taken by {seen[name]}.{name}; "
+                "names are folders: give each artifact its own"
+            )
+        seen.setdefault(name, section)
+    links = _links(raw)
+    for section, name, key, got in links:
+        allowed = _allowed(section, raw[section][name]) if key == "from" else PARENTS["distill"]
+        if got not in seen:
+            fit = [other for other in seen if seen[other] in allowed and not _descends(other, name, links)]
+            faults.append(f"{section}.{name}.{key}: got {got!r}, expected an artifact of this file{hint(got, fit)}")
+            continue
+        if seen[got] not in allowed:
+            faults.append(
+                f"{section}.{name}.{key}: got {got!r}, made by {seen[got]}; "
+                f"expected an artifact made by {', '.join(allowed)}"
+            )
+        if _descends(got, name, links):
+            faults.append(
+                f"{section}.{name}.{key}: got {got!r}, which descends from {name!r} itself; "
+                "expected a tree: break the cycle"
+            )
+    return faults + _baseline_faults(raw)
+
+
+def _baseline_faults(raw: dict[str, Any]) -> list[str]:
+    named, builds = raw.get("baseline"), raw.get("build")
+    if not isinstance(named, str) or not isinstance(builds, dict):
+        return []
+    backends = {name: value.get("backend") for name, value in builds.items() if isinstance(value, dict)}
+    runnable = ", ".join(str(name) for name, backend in backends.items() if backend in RUNNABLE)
+    do = f"name one of these: {runnable}" if runnable else f"add one with backend {' or '.join(RUNNABLE)}"
+    if named not in builds:
+        return [f"baseline: got {named!r}, expected an engine of the section build: {do}"]
+    if backends.get(named) == "tensorrt_rtx":
+        return [
+            f"baseline: got {named!r} of backend tensorrt_rtx, which this version builds and doesn't run; "
+            f"expected an engine that can be timed: {do}"
+        ]
+    return []
+
+
+def _links(raw: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    """Section, name, key and value of each reference of an artifact to another."""
+    keys = {section: ("from", "teacher") if section == "distill" else ("from",) for section in PARENTS}
+    return [
+        (section, name, key, value[key])
+        for section, name, value in artifacts(raw)
+        if isinstance(value, dict)
+        for key in keys.get(section, ())
+        if isinstance(value.get(key), str)
+    ]
+
+
+def _allowed(section: str, value: dict[str, Any]) -> tuple[str, ...]:
+    if section != "build":
+        return PARENTS[section]
+    known = {"eager": MODEL_STEPS, "onnxruntime": PARENTS["build"], "tensorrt_rtx": PARENTS["build"]}
+    return known.get(str(value.get("backend")), MODEL_STEPS + PARENTS["build"])
+
+
+def _descends(name: str, ancestor: str, links: list[tuple[str, str, str, str]]) -> bool:
+    """Whether `name` is `ancestor`, or is made from it in any number of steps."""
+    reached, todo = {name}, [name]
+    while todo:
+        at = todo.pop()
+        new = {got for _, child, _, got in links if child == at} - reached
+        reached |= new
+        todo += new
+    return ancestor in reached
+
+
+def hint(got: object, known: Iterable[object]) -> str:
+    """The nearest known name as a question, or nothing."""
+    close = difflib.get_close_matches(str(got), [str(k) for k in known], n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
