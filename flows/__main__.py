@@ -7,6 +7,8 @@ import sys
 import time
 from typing import Any
 
+from rich.markup import escape
+
 from flows import environment
 
 # The terminal shows each stage's end and the reason of a failure; Prefect would tell it all again.
@@ -44,11 +46,16 @@ def main() -> int:
     except KeyboardInterrupt:
         print("\ninterrupted: what finished is kept; start again to go on", file=sys.stderr)
         return 130
-    if layout.SUMMARY.is_file():
+    broken = [step for step in ("compare", "report") if layout.failure(step).is_file()]
+    if broken:
+        out.print(f"no table: {' and '.join(broken)} failed; {layout.SUMMARY} is of an earlier run")
+    elif layout.SUMMARY.is_file():
         table.show(read_json(layout.SUMMARY), out)
     style = "green" if state.is_completed() else "red"
     out.print(
-        f"[{style}]{state.name}[/]: {state.message} ({time.monotonic() - start:.0f} s)", soft_wrap=True, highlight=False
+        f"[{style}]{state.name}[/]: {escape(str(state.message))} ({time.monotonic() - start:.0f} s)",
+        soft_wrap=True,
+        highlight=False,
     )
     out.print(f"report: {layout.LATEST / 'index.html'} · compare in MLflow: make ui", highlight=False)
     return 0 if state.is_completed() else 1

@@ -61,6 +61,9 @@ class Driver:
             return self._stage(self.dag.stages[name])
         except Stopped:
             return Ended(name, "skipped", "the run was stopped")
+        except Exception as error:
+            words = error.line if isinstance(error, Fault) else f"{type(error).__name__}: {error}"
+            return self._finish(Ended(name, "failed", " ".join(words.split())))
 
     def _stage(self, stage: Stage) -> Ended:
         name = stage.name

@@ -82,6 +82,6 @@ def _publish() -> None:
     lines = [
         "| " + " | ".join(columns) + " |",
         "|" + "---|" * len(columns),
-        *("| " + " | ".join(r[c] for c in columns) + " |" for r in rows),
+        *("| " + " | ".join(r[c].replace("|", "/") for c in columns) + " |" for r in rows),
     ]
     create_markdown_artifact("\n".join(lines), key="variants", description="Every variant with its verdict")

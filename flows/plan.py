@@ -40,11 +40,14 @@ def plan() -> Plan:
 
     Also closes runs that died in the MLflow store. Raises ParamsFault before anything runs.
     """
-    params.load(layout.PARAMS)
+    params.load(layout.PARAMS, models=False)
     target.refresh()
     sweep()
     dag = Dag()
-    return Plan(dag, dag.stale(), _missing_from_store())
+    stale = dag.stale()
+    if stale:
+        params.load(layout.PARAMS)
+    return Plan(dag, stale, _missing_from_store())
 
 
 def _missing_from_store() -> frozenset[str]:

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
+from rich.markup import escape
 
 from flows.child import Children, last_line
 from tasks import layout
@@ -30,8 +31,9 @@ class Progress:
             self._done += 1
             style = {"failed": "red", "skipped": "yellow", "done": "green"}.get(how, "dim")
             took = f" {seconds:.1f} s" if seconds is not None else ""
+            why = f" · {escape(detail)}" if detail else ""
             self._console.print(
-                f"[{self._done:>3}/{self._total}] [{style}]{how}[/] {stage}{took}{' · ' + detail if detail else ''}",
+                f"[{self._done:>3}/{self._total}] [{style}]{how}[/] {stage}{took}{why}",
                 highlight=False,
                 soft_wrap=True,
             )
@@ -43,7 +45,7 @@ class Progress:
             ]
             if parts:
                 self._console.print(
-                    f"[dim]{time.monotonic() - self._start:5.0f} s · {' | '.join(parts)}[/]",
+                    f"[dim]{time.monotonic() - self._start:5.0f} s · {escape(' | '.join(parts))}[/]",
                     highlight=False,
                     soft_wrap=True,
                 )

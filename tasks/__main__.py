@@ -8,16 +8,18 @@ import inspect
 import os
 import signal
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tasks import layout, params, target
+from tasks import layout, machine, params, target
 from tasks.errors import Fault, Unavailable
 from tasks.files import read_json, write_json
 from tasks.settings import MODEL_STEPS, SECTIONS
 
+MEASURING = ("benchmark", "compare", "promote")
 ENGINE_STEPS = ("evaluate", "benchmark")
 FAN_IN = ("compare", "record", "promote", "report")
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -26,14 +28,21 @@ Name = Annotated[str, typer.Argument(help="The artifact's name in params.yaml.")
 
 def run(step: str, name: str | None) -> None:
     """Call a step's function with the paths and settings that its signature names; write its report."""
-    tree = params.load(layout.PARAMS)
+    tree = params.load(layout.PARAMS, models=step == "data")
     if name is not None:
         _known(step, name, tree)
     module = importlib.import_module(f"tasks.{step}")
     function = getattr(module, step)
     values = arguments(step, name, tree)
-    report = function(**{key: values[key]() for key in inspect.signature(function).parameters})
+    with _machine(step):
+        report = function(**{key: values[key]() for key in inspect.signature(function).parameters})
     write_json(_report_path(step, name), report)
+    layout.failure(f"{step}@{name}" if name else step).unlink(missing_ok=True)
+
+
+def _machine(step: str) -> AbstractContextManager[None]:
+    """The flow holds the machine for its steps; alone, a step takes it itself."""
+    return nullcontext() if os.environ.get("ENGINESMITH_PARENT") else machine.hold(step in MEASURING)
 
 
 def arguments(step: str, name: str | None, tree: params.Tree) -> dict[str, Any]:
@@ -157,7 +166,7 @@ def account_command(name: Name) -> None:
 
     from tasks import account, table
 
-    tree = params.load(layout.PARAMS)
+    tree = params.load(layout.PARAMS, models=False)
     models = [n for n, node in tree.nodes.items() if node.step in MODEL_STEPS]
     if name not in models:
         raise Fault(
@@ -174,16 +183,17 @@ def rollback() -> None:
     from tasks.promote import rollback as swap
     from tasks.workloads.protocol import load_workload
 
-    tree, here = params.load(layout.PARAMS), target.fingerprint()
+    tree, here = params.load(layout.PARAMS, models=False), target.fingerprint()
     champion, previous = swap(load_workload(Path(tree.params.workload)).NAME, here.id)
     print(f"champion-{here.id} is version {champion} again, previous is version {previous}")
 
 
 def _die_with_parent() -> None:
     """Ask the kernel to kill this process when the driver that started it dies (prctl(2))."""
-    if os.environ.get("ENGINESMITH_PARENT") and sys.platform == "linux":
+    parent = os.environ.get("ENGINESMITH_PARENT")
+    if parent and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        if os.getppid() == 1:
+        if os.getppid() != int(parent):
             sys.exit(143)
 
 

@@ -30,13 +30,14 @@ DEFAULTED = ("data", "evaluate", "benchmark", "gates")
 S = TypeVar("S", bound=Settings)
 
 
-def faults(raw: dict[str, Any]) -> list[str]:
+def faults(raw: dict[str, Any], models: bool = True) -> list[str]:
     """All faults of a params file's content: of types, of the tree, and of what belongs together.
 
     A part whose types are wrong is left out of what is checked across parts. The workload is
-    looked for from the working directory, as the steps do.
+    looked for from the working directory, as the steps do. Keywords for its models are tried
+    only if `models`, since that may load PyTorch.
     """
-    return [*_type_faults(raw), *tree_faults(raw), *_meaning_faults(raw)]
+    return [*_type_faults(raw), *tree_faults(raw), *_meaning_faults(raw, models)]
 
 
 def _type_faults(raw: dict[str, Any]) -> list[str]:
@@ -47,7 +48,7 @@ def _type_faults(raw: dict[str, Any]) -> list[str]:
     return []
 
 
-def _meaning_faults(raw: dict[str, Any]) -> list[str]:
+def _meaning_faults(raw: dict[str, Any], models: bool) -> list[str]:
     """Faults that need several settings, or the workload, to be seen."""
     data, evaluate = _part(raw, "data", DataParams), _part(raw, "evaluate", EvaluateParams)
     timing = _part(raw, "benchmark", BenchmarkParams)
@@ -77,10 +78,10 @@ def _meaning_faults(raw: dict[str, Any]) -> list[str]:
             f"benchmark.rounds: got {timing.rounds}, expected at most benchmark.max_rounds ({timing.max_rounds}): "
             "raise that or lower this"
         )
-    return found + _workload_faults(raw, evaluate)
+    return found + _workload_faults(raw, evaluate, models)
 
 
-def _workload_faults(raw: dict[str, Any], evaluate: EvaluateParams | None) -> list[str]:
+def _workload_faults(raw: dict[str, Any], evaluate: EvaluateParams | None, models: bool) -> list[str]:
     named = raw.get("workload")
     if not isinstance(named, str):
         return []
@@ -88,7 +89,7 @@ def _workload_faults(raw: dict[str, Any], evaluate: EvaluateParams | None) -> li
         workload = load_workload(Path(named))
     except Fault as error:
         return [f"workload: {error.line}"]
-    found, metrics = _model_faults(raw, workload), workload.METRICS
+    found, metrics = _model_faults(raw, workload) if models else [], workload.METRICS
     if evaluate is None or evaluate.metric in metrics:
         return found
     return [

@@ -19,6 +19,7 @@ from tasks.stats import quotient
 
 MAX_FINALISTS = 8
 WINS = "the fastest that passes every gate, or the most accurate of those as fast"
+AS_FAST = 1.05
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,13 @@ class Comparison:
 def compare(tree: Tree, data: Path) -> Comparison:
     """Read all results, apply the gates, measure the finalists side by side, and rank them."""
     judged = judged_variants(tree)
-    by_name = {v.name: v for v in judged}
+    by_name = {name: v for v in judged for name in (v.name, *v.also)}
     names = finalists(tree, judged)
     timings = head_to_head(names, data, tree.params.benchmark) if len(names) > 1 else {}
     judged = [_against_plain(v, tree, by_name, timings) for v in judged]
     winner = _winner([v for v in judged if v.verdict == "passed"], timings, tree.params.benchmark.confidence)
-    judged = [_against_winner(v, winner, timings, tree.params.benchmark.confidence) for v in judged]
+    truncated = {v.name for v in front(judged)[MAX_FINALISTS:]}
+    judged = [_against_winner(v, winner, timings, truncated, tree.params.benchmark.confidence) for v in judged]
     return Comparison([results.plain(replace(v, content=_content(v))) for v in judged], timings, winner)
 
 
@@ -53,16 +55,18 @@ def judged_variants(tree: Tree) -> list[Variant]:
 
 
 def finalists(tree: Tree, judged: list[Variant]) -> list[str]:
-    """Names of the passed variants on the Pareto front of accuracy and speed, within their intervals.
-
-    Each backend's plain engine is added, so that a compressed variant is held against it.
-    """
-    passed = [v for v in judged if v.verdict == "passed" and v.accuracy and v.speedup]
-    front = [v for v in passed if not any(_dominates(o, v) for o in passed)]
-    front.sort(key=lambda v: -v.speedup.value if v.speedup else 0.0)
-    names = [v.name for v in front[:MAX_FINALISTS]]
-    plains = {tree.plain(v.backend) for v in front}
+    """Names of the fastest of the Pareto front, at most 8, and each of their backends' plain engines."""
+    first = front(judged)[:MAX_FINALISTS]
+    names = [v.name for v in first]
+    plains = {tree.plain(v.backend) for v in first}
     return names + [v.name for v in judged if v.name in plains and v.name not in names and v.speedup]
+
+
+def front(judged: list[Variant]) -> list[Variant]:
+    """The passed variants on the Pareto front of accuracy and speed, within their intervals; the fastest first."""
+    passed = [v for v in judged if v.verdict == "passed" and v.accuracy and v.speedup]
+    found = [v for v in passed if not any(_dominates(o, v) for o in passed)]
+    return sorted(found, key=lambda v: -v.speedup.value if v.speedup else 0.0)
 
 
 def head_to_head(names: list[str], data: Path, params: BenchmarkParams) -> dict[str, measure.Timing]:
@@ -81,7 +85,7 @@ def _dominates(a: Variant, b: Variant) -> bool:
 
 
 def _winner(passed: list[Variant], timings: dict[str, measure.Timing], confidence: float) -> str | None:
-    """The fastest; among those that can't be told apart from it, the most accurate."""
+    """The fastest; among those within 5 % that can't be told apart from it, the most accurate."""
     ranking = sorted(passed, key=lambda v: _rank(v, timings))
     if not ranking or ranking[0].name not in timings:
         return ranking[0].name if ranking else None
@@ -91,7 +95,8 @@ def _winner(passed: list[Variant], timings: dict[str, measure.Timing], confidenc
 
 
 def _tied(timings: dict[str, measure.Timing], a: str, b: str, confidence: float) -> bool:
-    return a == b or measure.speedup(timings, a, b, confidence).low <= 1
+    gain = measure.speedup(timings, a, b, confidence)
+    return a == b or (gain.low <= 1 and gain.value <= AS_FAST)
 
 
 def _rank(variant: Variant, timings: dict[str, measure.Timing]) -> tuple[bool, float]:
@@ -116,7 +121,8 @@ def _against_plain(
         or variant.name == tree.params.baseline
     ):
         return variant
-    if variant.name in timings and other.name in timings:
+    together = variant.name in timings and other.name in timings
+    if together:
         gain = measure.speedup(timings, variant.name, other.name, tree.params.benchmark.confidence)
     else:
         gain = quotient(variant.speedup, other.speedup)
@@ -127,13 +133,14 @@ def _against_plain(
         variant,
         reasons=(
             *variant.reasons,
-            f"{how} the plain {variant.backend} engine {other.name}: {shown('speedup', gain)} of its speed",
+            f"{how} the plain {variant.backend} engine {other.name}: {shown('speedup', gain)} of its speed"
+            + ("" if together else ", by separate measurements"),
         ),
     )
 
 
 def _against_winner(
-    variant: Variant, winner: str | None, timings: dict[str, measure.Timing], confidence: float
+    variant: Variant, winner: str | None, timings: dict[str, measure.Timing], truncated: set[str], confidence: float
 ) -> Variant:
     if winner is None or variant.verdict != "passed":
         return variant
@@ -141,11 +148,14 @@ def _against_winner(
         return replace(variant, reasons=(WINS, *variant.reasons))
     if variant.name in timings and winner in timings:
         gain = measure.speedup(timings, winner, variant.name, confidence)
-        how = "is not told apart from" if gain.low <= 1 else "is faster than"
+        how = "is faster than" if gain.low > 1 else "is not told apart from" if gain.high >= 1 else "is slower than"
         return replace(
             variant, reasons=(f"head to head, {winner} {how} it: {shown('speedup', gain)}", *variant.reasons)
         )
-    return replace(variant, reasons=("another variant is at least as accurate and as fast", *variant.reasons))
+    why = "by separate measurements, another variant is at least as accurate and faster"
+    if variant.name in truncated:
+        why = f"by separate measurements, it is slower than the {MAX_FINALISTS} that were timed head to head"
+    return replace(variant, reasons=(why, *variant.reasons))
 
 
 def _content(variant: Variant) -> str:

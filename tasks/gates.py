@@ -19,12 +19,18 @@ def judge(variant: Variant, gates: GateParams, baseline: Variant | None) -> Vari
         return variant
     if baseline is None or baseline.accuracy is None:
         return replace(variant, verdict="rejected", reasons=("the baseline has no result to compare with",))
-    reasons = [s for name, bound in gates if bound is not None for s in _gate(name, bound, variant)]
+    reasons = failures(variant, gates)
     if variant.test_sha256 != baseline.test_sha256:
         reasons.append("it was evaluated on other test data than the baseline")
     if variant.name == baseline.name:
         reasons = ["it is the baseline"]
     return replace(variant, verdict="rejected" if reasons else "passed", reasons=tuple(reasons))
+
+
+def failures(variant: Variant, gates: GateParams, only: tuple[str, ...] | None = None) -> list[str]:
+    """A sentence for each gate that a variant doesn't pass; `only` names the gates to look at."""
+    asked = [(n, bound) for n, bound in gates if bound is not None and (only is None or n in only)]
+    return [sentence for name, bound in asked for sentence in _gate(name, bound, variant)]
 
 
 def metric(variant: Variant, name: str) -> Interval | None:

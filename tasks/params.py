@@ -60,14 +60,15 @@ class Tree:
         return None
 
 
-def load(path: Path) -> Tree:
+def load(path: Path, models: bool = True) -> Tree:
     """Read, check and order a params file.
 
     Raises ParamsFault with every fault found, each naming its key, the value got, what was
-    expected and what to do.
+    expected and what to do. `models` also tries the keywords for the workload's models, which
+    may load PyTorch.
     """
     raw = _read(path)
-    if found := check.faults(raw):
+    if found := check.faults(raw, models):
         raise ParamsFault(path, found)
     params = Params.model_validate(raw)
     tree = Tree(params, _ordered(params))

@@ -22,10 +22,10 @@ from tasks.compare import judged_variants
 from tasks.data import read
 from tasks.engines.protocol import Session, open_engine
 from tasks.errors import Fault
-from tasks.files import read_json
+from tasks.files import read_json, size_bytes
 from tasks.params import Tree
 from tasks.results import Variant
-from tasks.stats import Interval, paired_change
+from tasks.stats import Interval, mean_score, paired_change
 from tasks.target import Target
 from tasks.workloads.protocol import load_workload
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
 
 ROLLED_BACK = "rolled_back"
+DEFENDED = ("accuracy", "accuracy_change", "size_bytes")
 
 
 @dataclass(frozen=True)
@@ -70,21 +71,22 @@ def promote(tree: Tree, workload: Path, data: Path, here: Target) -> PromoteRepo
         champion = registry.by_alias(store, name, alias)
         candidate = next((v for v in judged_variants(tree) if v.name == winner), None)
         if candidate is None or candidate.verdict != "passed":
-            return _kept(name, alias, champion, None, (_unfit(winner, candidate),))
+            return _kept(tree, name, alias, champion, None, (_unfit(winner, candidate),))
         engine = registry.identity(manifest.read(layout.artifact(candidate.name)))
         if champion and champion.tags.get("identity") == engine:
             _mark(store, runs[candidate.name], "promoted")
             reason = f"{candidate.name} is the champion already, version {champion.version}"
-            return _kept(name, alias, champion, None, (reason,), candidate.name)
+            return _kept(tree, name, alias, champion, None, (reason,))
         earlier = registry.version_of(store, name, here.id, engine)
         if earlier and ROLLED_BACK in earlier.tags:
             reason = f"{candidate.name} is version {earlier.version}, rolled back {earlier.tags[ROLLED_BACK]}"
-            return _kept(name, alias, champion, None, (f"{reason}; `python -m tasks rollback` brings it back",))
+            return _kept(tree, name, alias, champion, None, (f"{reason}; `python -m tasks rollback` brings it back",))
         gain, reasons = _challenge(tree, workload, data, candidate, champion)
         if champion and gain is not None and not gain.low > 1:
-            return _kept(name, alias, champion, gain, reasons)
+            return _kept(tree, name, alias, champion, gain, reasons)
         run = runs[candidate.name]
         version = str(earlier.version) if earlier else registry.register(store, name, candidate, run, here)
+        _require_unmoved(store, name, alias, champion)
         if champion:
             store.set_registered_model_alias(name, f"previous-{here.id}", champion.version)
         store.set_registered_model_alias(name, alias, version)
@@ -113,10 +115,10 @@ def rollback(model: str, target_id: str) -> tuple[str, str]:
                 expected="a champion and a previous version",
                 do="promote twice first",
             )
-        store.set_registered_model_alias(model, f"previous-{target_id}", champion.version)
-        store.set_registered_model_alias(model, f"champion-{target_id}", previous.version)
         store.set_model_version_tag(model, champion.version, ROLLED_BACK, f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}")
         store.delete_model_version_tag(model, previous.version, ROLLED_BACK)
+        store.set_registered_model_alias(model, f"champion-{target_id}", previous.version)
+        store.set_registered_model_alias(model, f"previous-{target_id}", champion.version)
         _mark(store, champion.run_id, "rolled back")
         _mark(store, previous.run_id, "promoted")
         return str(previous.version), str(champion.version)
@@ -136,6 +138,22 @@ def _lock() -> Iterator[None]:
     layout.STATE.mkdir(exist_ok=True)
     with FileLock(layout.STATE / "promote.lock"):
         yield
+
+
+def _require_unmoved(store: MlflowClient, name: str, alias: str, champion: ModelVersion | None) -> None:
+    """Raise Fault if another promotion moved the alias meanwhile: the lock holds in one checkout only."""
+    now = registry.by_alias(store, name, alias)
+    before, after = (v.version if v else None for v in (champion, now))
+    if before != after:
+        raise Fault(f"{alias} moved meanwhile", got=f"version {after}", expected=f"version {before}", do="run again")
+
+
+def _identity(name: str) -> str | None:
+    """The identity of an engine of this tree, None if it isn't there."""
+    try:
+        return registry.identity(manifest.read(layout.artifact(name)))
+    except Fault:
+        return None
 
 
 def _unfit(winner: str | None, candidate: Variant | None) -> str:
@@ -204,9 +222,16 @@ def _fails_today(folder: Path, defender: Session, tree: Tree, workload: Path, da
         return f"it takes batches of at most {described.max_batch}, today's benchmark has {params.benchmark.batch}"
     outputs = evaluate.run(defender, task, samples, min(params.evaluate.batch, described.max_batch))
     scores = task.METRICS[params.evaluate.metric](outputs, samples["label"]).astype(np.float64)
-    change = paired_change(scores, read(layout.scores(params.baseline))["scores"], params.evaluate.confidence)
-    low = params.gates.accuracy_change.min
-    return None if low is None or change.low > low else f"accuracy_change {gates.shown('accuracy_change', change)}"
+    confidence, against = params.evaluate.confidence, read(layout.scores(params.baseline))["scores"]
+    today = Variant(
+        folder.name,
+        (),
+        described.backend,
+        accuracy=mean_score(scores, confidence),
+        accuracy_change=paired_change(scores, against, confidence),
+        size_bytes={"engine": size_bytes(folder / described.engine_file)},
+    )
+    return "; ".join(gates.failures(today, params.gates, DEFENDED)) or None
 
 
 def _words(error: Exception) -> str:
@@ -214,16 +239,17 @@ def _words(error: Exception) -> str:
 
 
 def _kept(
+    tree: Tree,
     name: str,
     alias: str,
     champion: ModelVersion | None,
     gain: Interval | None,
     reasons: tuple[str, ...],
-    promoted: str | None = None,
 ) -> PromoteReport:
     if champion is None:
         return PromoteReport(name, alias, None, None, None, None, gain, reasons)
     tags = champion.tags
+    promoted = next((n for n in tree.engines if _identity(n) == tags.get("identity")), None)
     return PromoteReport(
         name, alias, str(champion.version), tags.get("variant"), promoted, tags.get("engine_sha256"), gain, reasons
     )

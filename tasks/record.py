@@ -61,6 +61,7 @@ def record(tree: Tree, workload: Path, here: Target) -> RecordReport:
     tags = {**_flow_tags(), "target": here.id, "workload": name, "winner": comparison["winner"] or "none"}
     with _run(store, experiment, f"optimize {datetime.now(UTC):%Y-%m-%d %H:%M:%S}", tags) as parent:
         store.log_param(parent, "baseline", tree.params.baseline)
+        store.set_tag(parent, "reused_runs", ", ".join(f"{k}: {v}" for k, v in sorted(known.items()))[:4000] or "none")
         store.log_artifact(parent, str(layout.COMPARISON))
         for variant in variants:
             runs[variant.name] = known.get(variant.name) or _log(store, experiment, parent, variant, tree, here)
@@ -189,5 +190,9 @@ def git_commit() -> str | None:
     head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
     if head.returncode != 0:
         return None
-    dirty = subprocess.run(["git", "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True)
+    dirty = subprocess.run(
+        ["git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":!dvc.lock"],
+        capture_output=True,
+        text=True,
+    )
     return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")

@@ -13,7 +13,7 @@ from tasks.data import read
 from tasks.errors import Fault
 from tasks.files import read_json, size_bytes
 from tasks.params import Tree
-from tasks.settings import MODEL_STEPS
+from tasks.settings import MODEL_STEPS, DistillParams
 from tasks.stats import Interval, mean_score, paired_change, ratio
 
 KINDS = {**dict.fromkeys(MODEL_STEPS, "model"), "export": "onnx", "quantize": "onnx"}
@@ -64,17 +64,22 @@ def variants(tree: Tree) -> list[Variant]:
     with an empty verdict for the gates to fill.
     """
     found = [_variant(tree, name) for name in tree.engines]
-    first: dict[Any, int] = {}
-    merged: list[Variant] = []
+    groups: dict[Any, list[Variant]] = {}
     for variant in found:
         key = _content_key(variant.name) if variant.verdict != "failed" else variant.name
-        if key in first:
-            at = first[key]
-            merged[at] = replace(merged[at], also=(*merged[at].also, variant.name))
-        else:
-            first[key] = len(merged)
-            merged.append(variant)
-    return merged
+        groups.setdefault(key, []).append(variant)
+    return [_merged(tree, group) for group in groups.values()]
+
+
+def _merged(tree: Tree, group: list[Variant]) -> Variant:
+    """One variant for engines of equal bytes: the baseline, or the plain engine, or one that is stable."""
+
+    def rank(variant: Variant) -> tuple[bool, bool, bool]:
+        plain_engine = variant.name == tree.plain(variant.backend)
+        return variant.name != tree.params.baseline, not plain_engine, bool(variant.verdict)
+
+    kept = min(group, key=rank)
+    return replace(kept, also=tuple(v.name for v in group if v is not kept))
 
 
 def _variant(tree: Tree, name: str) -> Variant:
@@ -105,6 +110,8 @@ def _measured(tree: Tree, variant: Variant) -> Variant:
         ("latency", timed, "engine_sha256", described.engine_sha256),
         ("baseline's latency", timed, "baseline_sha256", reference.get("engine_sha256")),
         ("test data", evaluated, "test_sha256", reference.get("test_sha256")),
+        ("latency", timed, "target_id", reference.get("target_id")),
+        ("accuracy", evaluated, "target_id", reference.get("target_id")),
     ):
         if record[key] != expected:
             raise Fault(
@@ -138,10 +145,16 @@ def _measured(tree: Tree, variant: Variant) -> Variant:
 
 
 def _failures(tree: Tree, name: str) -> list[str]:
-    """Reasons of failed stages on the way to an engine's results, from the root."""
-    stages = [(f"{tree.nodes[n].step}@{n}", n) for n in tree.lineage(name)]
-    stages = [("data", "data"), *stages, (f"evaluate@{name}", name), (f"benchmark@{name}", name)]
-    found = [read_json(layout.failure(s)) for s, _ in stages if layout.failure(s).is_file()]
+    """Reasons of failed stages that an engine's results need, from the root."""
+    needed: dict[str, None] = {}
+    for engine in (name, tree.params.baseline):
+        for artifact in tree.lineage(engine):
+            node = tree.nodes[artifact]
+            if isinstance(node.settings, DistillParams):
+                needed |= {f"{tree.nodes[n].step}@{n}": None for n in tree.lineage(node.settings.teacher)}
+            needed[f"{node.step}@{artifact}"] = None
+    stages = ["data", *needed, f"evaluate@{name}", f"benchmark@{name}"]
+    found = [read_json(layout.failure(s)) for s in stages if layout.failure(s).is_file()]
     return [f"{f['stage']} failed: {f['reason']}" for f in found]
 
 
@@ -156,6 +169,7 @@ def _content_key(name: str) -> tuple[Any, ...]:
         described.backend,
         described.onnx_sha256 or described.engine_sha256,
         described.threads,
+        described.max_batch,
         str(described.built_for),
     )
 

@@ -47,14 +47,18 @@ def show(summary: dict[str, Any], console: Console) -> None:
         )
     console.print(table)
     champion = summary["champion"]
-    if champion and champion["version"]:
+    if champion is None:
+        console.print("[bold red]promotion did not run:[/] see the stages that failed; the registry is as it was")
+    elif not champion["version"]:
+        console.print("[bold red]no champion:[/] nothing here should be deployed", soft_wrap=True)
+    else:
         console.print(
             f"champion: [bold]{champion['variant']}[/], version {champion['version']} of "
             f"models:/{champion['model']}@{champion['alias']}",
             soft_wrap=True,
         )
-    else:
-        console.print("[bold red]no champion:[/] nothing here should be deployed")
+        if not champion["promoted"]:
+            console.print(f"it is not of this tree; {escape('; '.join(champion['reasons']))}", soft_wrap=True)
 
 
 def show_account(name: str, found: AccountReport, console: Console) -> None:

@@ -70,16 +70,51 @@ def corrupt(images: np.ndarray, seed: int) -> np.ndarray:
 
 def model(width: int = 16, **unknown: Any) -> torch.nn.Module:
     """ResNet-8 with `width`, 2·`width` and 4·`width` channels; [n, 1, 28, 28] to logits [n, 10]."""
-    from tasks.workloads.resnet import ResNet8
-
-    if unknown or not isinstance(width, int) or width < 1:
+    if unknown or type(width) is not int or width < 1:
         raise Fault(
             "digits has no such model",
             got={"width": width, **unknown},
             expected="width: a whole number of at least 1",
             do="mend `model:` or `student:`",
         )
-    return ResNet8(width=width)
+    return _resnet8(width)
+
+
+def _resnet8(width: int) -> torch.nn.Module:
+    """Defined inside a function, so that steps that need no model don't load PyTorch."""
+    import torch
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+            super().__init__()
+            self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+            self.bn1 = nn.BatchNorm2d(outputs)
+            self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+            self.bn2 = nn.BatchNorm2d(outputs)
+            self.shortcut: nn.Module = nn.Identity()
+            if stride != 1 or inputs != outputs:
+                self.shortcut = nn.Sequential(
+                    nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+                )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.relu(self.bn1(self.conv1(x)))
+            return torch.relu(self.bn2(self.conv2(y)) + self.shortcut(x))
+
+    class ResNet8(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Sequential(nn.Conv2d(1, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+            self.blocks = nn.Sequential(
+                Block(width, width, 1), Block(width, 2 * width, 2), Block(2 * width, 4 * width, 2)
+            )
+            self.head = nn.Linear(4 * width, 10)
+
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            return self.head(self.blocks(self.stem(image)).mean(dim=(2, 3)))
+
+    return ResNet8()
 
 
 def loss(outputs: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:

@@ -116,3 +116,18 @@ def test_sweep_removes_scratch_of_dead_processes_only(tmp_path: Path) -> None:
     mine.touch()
     assert sweep((tmp_path,)) == 1
     assert not dead.exists() and mine.exists()
+
+
+def test_an_error_of_dvc_itself_fails_the_stage_and_is_told(
+    driver, copy: Path, monkeypatch: pytest.MonkeyPatch, edit
+) -> None:
+    def broken(self: Dag, name: str) -> bool:
+        raise OSError("no space left [here]")
+
+    edit(copy, lambda p: p["quantize"]["base-int8"].update(samples=40))
+    monkeypatch.setattr(Dag, "changed", broken)
+    run = driver()
+    assert run.ended["quantize@base-int8"].how == "failed"
+    assert run.ended["quantize@base-int8"].reason == "OSError: no space left [here]"
+    assert run.ended["build@base-int8-ort"].how == "skipped"
+    assert run.ended["build@base-ort"].how == "up to date"

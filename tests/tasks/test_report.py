@@ -129,7 +129,13 @@ def test_the_page_shows_every_variant_and_needs_no_network(summary: dict[str, An
 
 
 def test_without_a_champion_the_page_says_not_to_deploy(summary: dict[str, Any]) -> None:
-    assert "don't deploy" in page({**summary, "champion": None}).replace("&#39;", "'")
+    none = {**PROMOTION, "version": None, "variant": None, "promoted": None}
+    assert "don't deploy" in page({**summary, "champion": none}).replace("&#39;", "'")
+
+
+def test_a_promotion_that_did_not_run_is_said_so(summary: dict[str, Any]) -> None:
+    text = page({**summary, "champion": None})
+    assert "Promotion did not run" in text and "don't deploy" not in text.replace("&#39;", "'")
 
 
 def test_reasons_are_escaped_on_the_page(summary: dict[str, Any]) -> None:

@@ -135,3 +135,50 @@ def test_a_variant_survives_json(tree: Tree, tmp_path: Path) -> None:
 def test_a_missing_file_of_an_earlier_step_names_the_command(tmp_path: Path) -> None:
     with pytest.raises(Fault, match="run `dvc repro compare`"):
         results.required(tmp_path / "compare.json", "dvc repro compare")
+
+
+def twin(of: str, first: bool) -> None:
+    """Add an engine of the same bytes as another to the project in the working directory."""
+    raw = json.loads(layout.PARAMS.read_text())
+    entry = {"twin": raw["build"][of]}
+    raw["build"] = {**entry, **raw["build"]} if first else {**raw["build"], **entry}
+    layout.PARAMS.write_text(json.dumps(raw))
+    shutil.copytree(layout.artifact(of), layout.artifact("twin"))
+    for step in ("build", "evaluate", "benchmark"):
+        shutil.copy(layout.report(step, of), layout.report(step, "twin"))
+    shutil.copy(layout.scores(of), layout.scores("twin"))
+
+
+def test_a_twin_listed_first_does_not_replace_the_baseline(project_copy: Path) -> None:
+    twin("base-eager", first=True)
+    found = by_name(load(layout.PARAMS))
+    assert found["base-eager"].also == ("twin",) and "twin" not in found
+
+
+def test_a_stable_twin_is_kept_over_an_unstable_one(project_copy: Path) -> None:
+    twin("slim-kd-ort", first=True)
+    change(layout.report("benchmark", "twin"), unstable="too noisy")
+    found = by_name(load(layout.PARAMS))
+    assert found["slim-kd-ort"].also == ("twin",) and found["slim-kd-ort"].verdict == ""
+
+
+def test_twins_that_take_other_batches_are_two_variants(project_copy: Path) -> None:
+    twin("base-ort", first=False)
+    change(layout.artifact("twin") / "manifest.json", max_batch=3)
+    assert {"twin", "base-ort"} <= set(by_name(load(layout.PARAMS)))
+
+
+def test_every_row_names_the_baseline_s_failure(tree: Tree) -> None:
+    write_json(layout.failure("build@base-eager"), {"stage": "build@base-eager", "reason": "no memory"})
+    assert {v.reasons[:1] for v in by_name(tree).values()} == {("build@base-eager failed: no memory",)}
+
+
+def test_a_failed_teacher_is_named_by_its_students(tree: Tree) -> None:
+    write_json(layout.failure("train@base"), {"stage": "train@base", "reason": "diverged"})
+    assert by_name(tree)["slim-kd-ort"].reasons == ("train@base failed: diverged",)
+
+
+def test_a_measurement_of_another_target_fails_its_variant(tree: Tree) -> None:
+    change(layout.report("benchmark", "base-ort"), target_id="cpu-other")
+    found = by_name(tree)["base-ort"]
+    assert found.verdict == "failed" and "cpu-other" in found.reasons[0]

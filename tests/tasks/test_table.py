@@ -35,7 +35,14 @@ def summary() -> dict[str, Any]:
         "target": {"name": "a machine"},
         "metric": "accuracy",
         "baseline": "base",
-        "champion": {"variant": "best", "version": 4, "model": "tiny", "alias": "champion-here", "reasons": []},
+        "champion": {
+            "variant": "best",
+            "version": 4,
+            "model": "tiny",
+            "alias": "champion-here",
+            "promoted": "best",
+            "reasons": [],
+        },
         "variants": [
             variant(
                 "broken", "failed", accuracy=None, accuracy_change=None, latency_ms=None, speedup=None, size_bytes={}
@@ -66,9 +73,19 @@ def test_the_champion_is_named_with_its_address(summary: dict[str, Any]) -> None
     assert "champion: best, version 4 of models:/tiny@champion-here" in printed(summary)
 
 
-@pytest.mark.parametrize("champion", [None, {"variant": None, "version": None, "model": "tiny", "alias": "a"}])
-def test_no_champion_is_said_as_plainly(summary: dict[str, Any], champion: Any) -> None:
+def test_no_champion_is_said_as_plainly(summary: dict[str, Any]) -> None:
+    champion = {"variant": None, "version": None, "model": "tiny", "alias": "a"}
     assert "no champion: nothing here should be deployed" in printed({**summary, "champion": champion})
+
+
+def test_a_promotion_that_did_not_run_is_not_called_no_champion(summary: dict[str, Any]) -> None:
+    text = printed({**summary, "champion": None})
+    assert "promotion did not run" in text and "no champion" not in text
+
+
+def test_a_champion_of_elsewhere_is_told_from_this_tree_s(summary: dict[str, Any]) -> None:
+    champion = {**summary["champion"], "promoted": None, "reasons": ["nothing [here] passes"]}
+    assert "it is not of this tree; nothing [here] passes" in printed({**summary, "champion": champion})
 
 
 def test_square_brackets_in_a_reason_are_printed(summary: dict[str, Any]) -> None:
