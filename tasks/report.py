@@ -75,7 +75,10 @@ def _with_promotion(variant: Variant, promotion: dict[str, Any] | None) -> Varia
     if promotion is None:
         return variant
     if variant.name == promotion["promoted"]:
-        return replace(variant, verdict="promoted", reasons=(*promotion["reasons"], *variant.reasons))
+        if variant.verdict in ("passed", "promoted"):
+            return replace(variant, verdict="promoted", reasons=(*promotion["reasons"], *variant.reasons))
+        holds = f"it still holds {promotion['alias']}, version {promotion['version']}"
+        return replace(variant, reasons=(*variant.reasons, holds))
     if variant.reasons[:1] == (WINS,):
         return replace(
             variant,

@@ -171,3 +171,13 @@ def test_a_row_without_numbers_has_dashes(summary: dict[str, Any]) -> None:
     assert (cells["accuracy"], cells["speedup"], cells["latency"]) == ("–", "–", "–")
     assert cells["size"].endswith("KiB")
     assert cells["reason"].startswith("built, not run here")
+
+
+def test_a_champion_that_does_not_pass_today_is_not_called_promoted(
+    summary: dict[str, Any], tree: Tree, workload_path: Path
+) -> None:
+    write_json(layout.PROMOTION, {**PROMOTION, "promoted": "slim-kd-ort", "version": 7})
+    report(tree, workload_path, target.fingerprint(), layout.DATA, layout.LATEST)
+    holder = next(v for v in read_json(layout.SUMMARY)["variants"] if v["name"] == "slim-kd-ort")
+    assert holder["verdict"] == "unstable"
+    assert holder["reasons"][-1] == "it still holds champion-here, version 7"

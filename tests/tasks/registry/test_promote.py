@@ -73,7 +73,7 @@ def test_a_slower_candidate_does_not_replace_the_champion(recorded: Any) -> None
     recorded.promote("thin-ort")
     report = recorded.promote("wide-ort")
     assert report.versus_champion and report.versus_champion.high < 1
-    assert (report.version, report.variant, report.promoted) == ("1", "thin-ort", None)
+    assert (report.version, report.variant, report.promoted) == ("1", "thin-ort", "thin-ort")
     assert "wide-ort side by side with champion version 1 (thin-ort)" in report.reasons[0]
     assert recorded.aliases() == {"champion": "1"}
     assert list(recorded.versions()) == ["1"]
@@ -242,7 +242,7 @@ def test_rollback_swaps_and_twice_returns(recorded: Any) -> None:
     assert not champion_holds()
     report = recorded.promote("thin-ort")
     assert "rolled back" in report.reasons[0]
-    assert (report.version, report.variant, report.promoted) == ("1", "wide-ort", None)
+    assert (report.version, report.variant, report.promoted) == ("1", "wide-ort", "wide-ort")
     assert recorded.aliases() == {"champion": "1", "previous": "2"}, "a nightly run must not undo a rollback"
     assert rollback("tiny", recorded.here.id) == ("2", "1")
     assert recorded.aliases() == {"champion": "2", "previous": "1"}
