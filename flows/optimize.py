@@ -18,7 +18,7 @@ from prefect.states import Completed, Failed  # noqa: E402
 from prefect.task_runners import ThreadPoolTaskRunner  # noqa: E402
 
 from flows.driver import Ended  # noqa: E402
-from flows.plan import Plan, only_run, plan  # noqa: E402
+from flows.plan import Plan, look_at_store, only_run, plan  # noqa: E402
 from tasks import layout  # noqa: E402
 from tasks.files import read_json  # noqa: E402
 
@@ -60,6 +60,8 @@ def _run(found: Plan) -> State[None]:
     finally:
         driver.children.stop()
     _publish()
+    if not driver.failed():
+        look_at_store()
     return _state(driver.failed(), len(driver.dag.stages))
 
 

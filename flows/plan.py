@@ -6,14 +6,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from filelock import FileLock, Timeout
 from rich.console import Console
 
 from flows.dag import Dag
 from flows.driver import Driver, sweep
-from tasks import layout, params, target
+from tasks import layout, params, target, tracking
 from tasks.errors import Fault
+from tasks.files import read_json, sha256, write_json
 
 STORE_STAGES = ("record", "promote", "report")
 
@@ -50,16 +52,39 @@ def plan() -> Plan:
     return Plan(dag, stale, _missing_from_store())
 
 
+def look_at_store() -> None:
+    """Look at the store after a run, so that the next one finds it as it was left."""
+    _missing_from_store()
+
+
 def _missing_from_store() -> frozenset[str]:
-    """The recording stages, if MLflow's store doesn't hold what their files say it does."""
-    if not layout.RECORD.is_file():
+    """The recording stages, if MLflow's store doesn't hold what their files say it does.
+
+    A store that is the project's own file, and untouched since it was last looked at, isn't
+    opened again: that alone would take longer than all else that a run without work does.
+    """
+    if not layout.RECORD.is_file() or (layout.SEEN.is_file() and read_json(layout.SEEN) == _stamp()):
         return frozenset()
     from tasks.promote import champion_holds
     from tasks.record import in_store
 
     if not in_store():
         return frozenset(STORE_STAGES)
-    return frozenset() if not layout.PROMOTION.is_file() or champion_holds() else frozenset(STORE_STAGES[1:])
+    if layout.PROMOTION.is_file() and not champion_holds():
+        return frozenset(STORE_STAGES[1:])
+    if stamp := _stamp():
+        write_json(layout.SEEN, stamp)
+    return frozenset()
+
+
+def _stamp() -> dict[str, Any] | None:
+    """What tells that the embedded store and the records are as they were; None for a server."""
+    store = tracking.EMBEDDED
+    if tracking.uri() != f"sqlite:///{store.resolve()}" or not store.is_file():
+        return None
+    status = store.stat()
+    records = {str(f): sha256(f) for f in (layout.RECORD, layout.PROMOTION) if f.is_file()}
+    return {"store": [status.st_size, status.st_mtime_ns], **records}
 
 
 @contextmanager

@@ -94,7 +94,7 @@ def unstable(gain: Interval, timing: measure.Timing, params: BenchmarkParams) ->
     """Why a measurement can't be used, or None."""
     width = measure.relative_width(gain)
     if width > params.max_width:
-        return f"the speed-up's interval is {width:.0%} wide, at most {params.max_width:.0%} is allowed"
+        return f"the speed-up's interval is {width:.1%} wide, at most {params.max_width:.0%} is allowed"
     if not timing.warm:
         return "the latency did not settle during warm-up"
     return None

@@ -16,6 +16,7 @@ SUMMARY = LATEST / "summary.json"
 STATE = Path(".enginesmith")
 FAILURES = STATE / "failures"
 LOGS = STATE / "logs"
+SEEN = STATE / "store.json"
 
 
 def artifact(name: str) -> Path:

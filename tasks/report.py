@@ -168,6 +168,7 @@ def _pareto(summary: dict[str, Any]) -> str:
             error_y=_bars(group, "accuracy"),
             text=[v["name"] for v in group],
             mode="markers+text",
+            cliponaxis=False,
             textposition=[PLACES[drawn.index(v) % len(PLACES)] for v in group],
             marker={
                 "size": 10,
@@ -187,7 +188,7 @@ def _pareto(summary: dict[str, Any]) -> str:
     figure.update_layout(
         template="plotly_white",
         height=520,
-        margin={"t": 20, "r": 20},
+        margin={"t": 20, "r": 90},
         xaxis_title=f"speed-up over {summary['baseline']} (log)",
         yaxis_title=summary["metric"],
         xaxis_type="log",

@@ -101,6 +101,21 @@ def test_second_run_does_nothing_and_says_so(built, command) -> None:
     assert (built.folder / "reports/latest/summary.json").read_bytes() == summary_before
 
 
+def test_a_run_that_died_is_closed_by_the_next_start_even_without_work(copy: Path, command) -> None:
+    plant = (
+        "import os; from tasks import tracking; store = tracking.client(); "
+        "tags = {tracking.OWNER: f'{os.uname().nodename}:999999999:0'}; "
+        "print(store.create_run(tracking.experiment(store, 'tiny'), tags=tags).info.run_id)"
+    )
+    ask = "import sys; from tasks import tracking; print(tracking.client().get_run(sys.argv[1]).info.status)"
+    assert (copy / ".enginesmith/store.json").is_file(), "the flow looks at the store when it ends"
+    run = command(copy, "python", "-c", plant).stdout.split()[-1]
+    assert command(copy, "python", "-c", ask, run).stdout.split()[-1] == "RUNNING"
+    again = command(copy, "python", "-m", "flows")
+    assert "nothing to do" in again.stdout, again.stdout + again.stderr
+    assert command(copy, "python", "-c", ask, run).stdout.split()[-1] == "KILLED"
+
+
 def test_a_fresh_clone_pulls_everything_and_rebuilds_nothing(built, tmp_path: Path, command) -> None:
     folder = built.folder
     for words in (("git", "add", "dvc.lock", ".dvc/config"), ("git", "commit", "-qm", "lock"), ("dvc", "push", "-q")):

@@ -67,7 +67,7 @@ def test_a_baseline_that_cannot_run_here_is_a_fault_of_the_baseline(
     ("interval", "warm", "reason"),
     [
         (Interval(2.0, 1.95, 2.04), True, None),
-        (Interval(2.0, 1.5, 2.5), True, "the speed-up's interval is 50% wide, at most 10% is allowed"),
+        (Interval(2.0, 1.5, 2.5), True, "the speed-up's interval is 50.0% wide, at most 10% is allowed"),
         (Interval(2.0, 1.95, 2.04), False, "the latency did not settle during warm-up"),
     ],
 )
