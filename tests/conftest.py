@@ -79,12 +79,20 @@ def edit_params(folder: Path, change: Callable[[dict], None]) -> None:
         yaml.dump(params, stream)
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """A fresh tiny project."""
-    folder = tmp_path / "project"
+@pytest.fixture(scope="session")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh tiny project, to be copied."""
+    folder = tmp_path_factory.mktemp("template") / "project"
     folder.mkdir()
     return make_project(folder)
+
+
+@pytest.fixture
+def project(template: Path, tmp_path: Path) -> Path:
+    """A fresh tiny project."""
+    folder = tmp_path / "project"
+    shutil.copytree(template, folder, symlinks=True)
+    return folder
 
 
 @pytest.fixture(scope="session")
