@@ -18,7 +18,7 @@ from prefect.states import Completed, Failed  # noqa: E402
 from prefect.task_runners import ThreadPoolTaskRunner  # noqa: E402
 
 from flows.driver import Ended  # noqa: E402
-from flows.plan import Plan, look_at_store, only_run, plan  # noqa: E402
+from flows.plan import Plan, missing_from_store, only_run, plan  # noqa: E402
 from tasks import layout  # noqa: E402
 from tasks.files import read_json  # noqa: E402
 
@@ -61,7 +61,7 @@ def _run(found: Plan) -> State[None]:
         driver.children.stop()
     _publish()
     if not driver.failed():
-        look_at_store()
+        missing_from_store()  # Notes the store as this run left it, for the next to find.
     return _state(driver.failed(), len(driver.dag.stages))
 
 

@@ -49,15 +49,10 @@ def plan() -> Plan:
     stale = dag.stale()
     if stale:
         params.load(layout.PARAMS)
-    return Plan(dag, stale, _missing_from_store())
+    return Plan(dag, stale, missing_from_store())
 
 
-def look_at_store() -> None:
-    """Look at the store after a run, so that the next one finds it as it was left."""
-    _missing_from_store()
-
-
-def _missing_from_store() -> frozenset[str]:
+def missing_from_store() -> frozenset[str]:
     """The recording stages, if MLflow's store doesn't hold what their files say it does.
 
     A store that is the project's own file, and untouched since it was last looked at, isn't

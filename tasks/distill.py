@@ -65,7 +65,7 @@ def distill(source: Path, teacher: Path, data: Path, target: Path, params: Disti
     curve = fit.fit(model, task, train, validation, params, loss)
     checkpoint.save(replace(student, model=model), target)
     return DistillReport(
-        parameters=sum(p.numel() for p in model.parameters()),
+        parameters=fit.parameters(model),
         validation=max(e.validation for e in curve),
         curve=curve,
         teacher_validation=fit.score(guide.model, task, validation),

@@ -77,7 +77,7 @@ def factorize(source: Path, data: Path, target: Path, params: FactorizeParams) -
             do="lower rank or energy",
         )
     factorized = fit.score(model, task, validation)
-    curve = fit.fit(model, task, train, validation, params, fit.task_loss(task)) if params.epochs else []
+    curve = fit.fine_tune(model, task, train, validation, params)
     checkpoint.save(replace(parent, model=model, structure=(*parent.structure, *structure)), target)
     after = account.count(model, task)
     return FactorizeReport(

@@ -78,6 +78,11 @@ def score(model: nn.Module, workload: Workload, arrays: Arrays) -> float:
     return float(metric(predict(model, workload, arrays), arrays["label"]).mean())
 
 
+def parameters(model: nn.Module) -> int:
+    """Number of parameters; a tied one counts once."""
+    return sum(p.numel() for p in model.parameters())
+
+
 def task_loss(workload: Workload) -> Loss:
     """The workload's own loss, in the form that `fit` takes."""
     return lambda outputs, labels, index: workload.loss(outputs, labels)
@@ -123,3 +128,10 @@ def fit(
     model.load_state_dict(weights)
     model.eval()
     return curve
+
+
+def fine_tune(
+    model: nn.Module, workload: Workload, train: Arrays, validation: Arrays, params: FitParams
+) -> list[Epoch]:
+    """As `fit`, with the workload's own loss; with no epochs the model stays as it is."""
+    return fit(model, workload, train, validation, params, task_loss(workload)) if params.epochs else []

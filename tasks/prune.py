@@ -59,7 +59,7 @@ def prune(source: Path, data: Path, target: Path, params: PruneParams) -> PruneR
     parent = checkpoint.load(source)
     model, task = parent.model, parent.workload
     train, validation = read(data / "train.npz"), read(data / "validation.npz")
-    parameters, score = count(model), fit.score(model, task, validation)
+    parameters, score = fit.parameters(model), fit.score(model, task, validation)
     layers = prune_channels(model, task, train, params)
     if all(layer.outputs_before == layer.outputs_after for layer in layers):
         reasons = "; ".join(f"{layer.name}: {layer.kept_because}" for layer in layers)
@@ -72,10 +72,10 @@ def prune(source: Path, data: Path, target: Path, params: PruneParams) -> PruneR
     pruned = fit.score(model, task, validation)
     recalibrate(model, task, train)
     recalibrated = fit.score(model, task, validation)
-    curve = fit.fit(model, task, train, validation, params, fit.task_loss(task)) if params.epochs else []
+    curve = fit.fine_tune(model, task, train, validation, params)
     checkpoint.save(replace(parent, model=model), target)
     final = max((e.validation for e in curve), default=recalibrated)
-    return PruneReport(parameters, count(model), layers, score, pruned, recalibrated, final, curve)
+    return PruneReport(parameters, fit.parameters(model), layers, score, pruned, recalibrated, final, curve)
 
 
 def prune_channels(model: nn.Module, task: Workload, train: Arrays, params: PruneParams) -> list[Layer]:
@@ -165,11 +165,6 @@ def recalibrate(model: nn.Module, task: Workload, train: Arrays, batch: int = 25
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
     model.eval()
-
-
-def count(model: nn.Module) -> int:
-    """Number of parameters."""
-    return sum(p.numel() for p in model.parameters())
 
 
 def widths(module: nn.Module) -> tuple[int, int]:

@@ -27,4 +27,4 @@ def train(workload: Path, data: Path, target: Path, params: TrainParams) -> Trai
     model = task.model(**params.model)
     curve = fit.fit(model, task, read(data / "train.npz"), read(data / "validation.npz"), params, fit.task_loss(task))
     checkpoint.save(checkpoint.Checkpoint(model, workload.as_posix(), params.model), target)
-    return TrainReport(sum(p.numel() for p in model.parameters()), max(e.validation for e in curve), curve)
+    return TrainReport(fit.parameters(model), max(e.validation for e in curve), curve)

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from tasks import checkpoint
+from tasks import checkpoint, fit
 from tasks.data import read
 from tasks.errors import Fault
 from tasks.files import read_json
 from tasks.fit import predict
-from tasks.prune import count, output_layers, prune, prune_channels, recalibrate
+from tasks.prune import output_layers, prune, prune_channels, recalibrate
 from tasks.settings import PruneParams
 
 
@@ -207,7 +207,7 @@ def test_recalibrated_statistics_are_those_of_the_split(make_workload: Any, imag
 def test_the_report_is_of_the_models(artifact: Any, line: Path, tiny: Any, data_folder: Path) -> None:
     report = read_json(line / "results/prune/slim.json")
     before, after = checkpoint.load(artifact("base")).model, checkpoint.load(artifact("slim")).model
-    assert (report["parameters_before"], report["parameters_after"]) == (count(before), count(after))
+    assert (report["parameters_before"], report["parameters_after"]) == (fit.parameters(before), fit.parameters(after))
     validation = read(data_folder / "validation.npz")
     score = (predict(after, tiny, validation)["logits"].argmax(1) == validation["label"]).mean()
     assert report["validation"] == pytest.approx(score)
