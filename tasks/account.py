@@ -7,6 +7,7 @@ arXiv:1703.09039, section III); a batch norm, an activation or a pooling counts 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from tasks import checkpoint, fit
+from tasks.workloads import protocol
 from tasks.workloads.protocol import Workload
 
 
@@ -50,8 +52,79 @@ class AccountReport:
     layers: list[LayerCost]
 
 
+@dataclass(frozen=True)
+class Change:
+    """What became of one layer; a layer that was replaced by several counts as their sum."""
+
+    name: str
+    parameters_before: int
+    parameters_after: int
+    bytes_before: int
+    bytes_after: int
+    multiply_adds_before: int
+    multiply_adds_after: int
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What a technique changed: totals, and every layer that holds parameters or multiplies."""
+
+    parameters_before: int
+    parameters_after: int
+    bytes_before: int
+    bytes_after: int
+    multiply_adds_before: int
+    multiply_adds_after: int
+    layers: list[Change]
+
+
+def difference(before: AccountReport, after: AccountReport, renamed: Mapping[str, str] | None = None) -> Difference:
+    """Compare two accounts layer by layer; `renamed` maps a layer's old name, or a prefix of it, to the new one,
+    or to "" if it is gone.
+
+    A layer of `before` is matched with the one of its name in `after`, or with those below that
+    name; one that is gone has 0 after, one that is new has 0 before.
+    """
+    left = {layer.name: layer for layer in after.layers}
+    changes = []
+    for old in before.layers:
+        name = _new_name(old.name, renamed or {})
+        news = [left.pop(n) for n in list(left) if name is not None and (n == name or n.startswith(f"{name}."))]
+        changes.append(_change(old.name, [old], news))
+    changes += [_change(layer.name, [], [layer]) for layer in left.values()]
+    used = [c for c in changes if any((c.bytes_before, c.bytes_after, c.multiply_adds_before, c.multiply_adds_after))]
+    return Difference(
+        before.parameters,
+        after.parameters,
+        before.bytes,
+        after.bytes,
+        before.multiply_adds,
+        after.multiply_adds,
+        used,
+    )
+
+
+def _change(name: str, old: list[LayerCost], new: list[LayerCost]) -> Change:
+    return Change(
+        name,
+        sum(layer.parameters for layer in old),
+        sum(layer.parameters for layer in new),
+        sum(layer.bytes for layer in old),
+        sum(layer.bytes for layer in new),
+        sum(layer.multiply_adds for layer in old),
+        sum(layer.multiply_adds for layer in new),
+    )
+
+
+def _new_name(name: str, renamed: Mapping[str, str]) -> str | None:
+    for old, new in renamed.items():
+        if name == old or name.startswith(f"{old}."):
+            return new + name.removeprefix(old) if new else None
+    return name
+
+
 def account(source: Path) -> AccountReport:
-    """Account for the model of an artifact, on one sample of zeros."""
+    """Account for the model of an artifact, on one sample of ones."""
     loaded = checkpoint.load(source)
     return count(loaded.model, loaded.workload)
 
@@ -66,7 +139,7 @@ def count(model: nn.Module, task: Workload) -> AccountReport:
 
     leaves = {name: m for name, m in model.named_modules() if not list(m.children())}
     hooks = [m.register_forward_hook(hook) for m in leaves.values()]
-    example = {n: torch.zeros((1, *shape), dtype=getattr(torch, d)) for n, (d, shape) in task.INPUTS.items()}
+    example = fit.tensors(protocol.example(task, 1))
     try:
         with torch.inference_mode(), fit.eval_mode(model):
             fit.forward(model, task, example)

@@ -10,14 +10,14 @@ from typing import Any
 from tasks.settings import MODEL_STEPS, SECTIONS
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
+FLOATING = tuple(step for step in MODEL_STEPS if step != "qat")
 PARENTS = {
-    "prune": MODEL_STEPS,
-    "factorize": MODEL_STEPS,
-    "distill": MODEL_STEPS,
+    **{step: FLOATING for step in MODEL_STEPS if step != "train"},
     "export": MODEL_STEPS,
     "quantize": ("export",),
     "build": ("export", "quantize"),
 }
+TEARING = ("prune of channels", "prune of heads", "factorize", "share")
 RUNNABLE = ("eager", "onnxruntime")
 
 
@@ -58,7 +58,37 @@ def tree_faults(raw: dict[str, Any]) -> list[str]:
                 f"{section}.{name}.{key}: got {got!r}, which descends from {name!r} itself; "
                 "expected a tree: break the cycle"
             )
-    return faults + _baseline_faults(raw)
+    return faults + _mask_faults(raw, links) + _baseline_faults(raw)
+
+
+def _mask_faults(raw: dict[str, Any], links: list[tuple[str, str, str, str]]) -> list[str]:
+    """Steps that would tear up the zeros that an ancestor put into the weights."""
+    values = {name: (section, value) for section, name, value in artifacts(raw) if isinstance(value, dict)}
+    parents = {name: got for _, name, key, got in links if key == "from"}
+    faults = []
+    for name, (section, value) in values.items():
+        what = f"{section} of {value.get('granularity', 'channel')}s" if section == "prune" else section
+        masked = _masked_by(str(parents.get(name)), values, parents)
+        if masked and what in TEARING:
+            faults.append(
+                f"{section}.{name}.from: got {parents[name]!r}, whose weights {masked!r} made sparse; {what} would "
+                f"tear up its zeros; expected an artifact before {masked!r}: do this first, then {values[masked][0]}"
+            )
+    return faults
+
+
+def _masked_by(name: str, values: dict[str, tuple[str, dict[str, Any]]], parents: dict[str, str]) -> str | None:
+    """The nearest artifact, from `name` up, that put masks on the weights, if `name` still has them."""
+    seen: set[str] = set()
+    while name in values and name not in seen:
+        seen.add(name)
+        section, value = values[name]
+        if section == "sparsify" or (section == "prune" and value.get("granularity") == "weight"):
+            return name
+        if section == "distill" and value.get("student"):
+            return None
+        name = parents.get(name, "")
+    return None
 
 
 def _baseline_faults(raw: dict[str, Any]) -> list[str]:

@@ -1,45 +1,44 @@
-"""Model checkpoints: weights, and the layout that pruning left, without pickled code.
+"""Model checkpoints: weights, and the layout that compression left, without pickled code.
 
-A file holds the workload's path, the architecture keywords, the numbers of every layer whose
-shape differs from a fresh model's (`layout`), and the state dict. It is read with `weights_only`,
-so that loading runs no code of the file's.
+A file holds the workload's path, the architecture keywords, the changes of the module tree
+(`structure`), the numbers of every layer whose shape differs from a fresh model's (`layout`),
+the masks of weights that stay zero, and the state dict, in which a tied weight stands once. It
+is read with `weights_only`, so that loading runs no code of the file's.
 """
 
 from __future__ import annotations
 
 import io
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from tasks import structure
 from tasks.errors import Fault
 from tasks.files import atomic
-from tasks.structure import factors, replace_module
 from tasks.workloads.protocol import Workload, load_workload
 
-FORMAT = 2
+FORMAT = 3
 FILE = "model.pt"
-
-
-@dataclass(frozen=True)
-class Factorized:
-    """A layer that was replaced by two of a lower rank."""
-
-    name: str
-    rank: int
+Masks = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model with what is needed to make it again; `structure` lists replaced layers in order."""
+    """A model with what is needed to make it again.
+
+    `structure` lists the changes of its module tree in order. `masks` maps a parameter's name to
+    a boolean tensor of its shape: False where the weight is zero and has to stay so.
+    """
 
     model: nn.Module
     workload_path: str
     architecture: dict[str, Any] = field(default_factory=dict)
-    structure: tuple[Factorized, ...] = ()
+    structure: tuple[structure.Change, ...] = ()
+    masks: Masks = field(default_factory=dict)
 
     @property
     def workload(self) -> Workload:
@@ -49,15 +48,20 @@ class Checkpoint:
 def save(checkpoint: Checkpoint, folder: Path) -> Path:
     """Write `folder/model.pt`; the same model gives the same bytes."""
     fresh = _fresh(checkpoint.workload, checkpoint.architecture, checkpoint.structure)
+    state = checkpoint.model.state_dict()
+    aliases = {name: first for name, first in _aliases(checkpoint.model).items() if name in state}
+    _check_masks(checkpoint.masks, state)
     buffer = io.BytesIO()
     torch.save(
         {
             "format": FORMAT,
             "workload": checkpoint.workload_path,
             "architecture": checkpoint.architecture,
-            "structure": [asdict(change) for change in checkpoint.structure],
+            "structure": [structure.written(change) for change in checkpoint.structure],
             "layout": layout(checkpoint.model, fresh),
-            "state": {k: v.detach().clone().contiguous() for k, v in checkpoint.model.state_dict().items()},
+            "aliases": aliases,
+            "masks": {k: v.detach().clone().contiguous() for k, v in checkpoint.masks.items()},
+            "state": {k: v.detach().clone().contiguous() for k, v in state.items() if k not in aliases},
         },
         buffer,
     )
@@ -75,12 +79,15 @@ def load(folder: Path) -> Checkpoint:
     path = _path(folder)
     state = _read(path)
     workload = load_workload(Path(state["workload"]))
-    structure = tuple(Factorized(**change) for change in state["structure"])
     try:
-        model = _fresh(workload, state["architecture"], structure)
+        changes = tuple(structure.read(change) for change in state["structure"])
+        model = _fresh(workload, state["architecture"], changes)
+        weights = state["state"] | {name: state["state"][first] for name, first in state["aliases"].items()}
         for name, numbers in state["layout"].items():
-            _reshape(model.get_submodule(name), numbers, name, state["state"])
-        model.load_state_dict(state["state"], strict=True)
+            _reshape(model.get_submodule(name), numbers, name, weights)
+        for name, first in state["aliases"].items():
+            _tie(model, name, first)
+        model.load_state_dict(weights, strict=True)
     except (RuntimeError, TypeError, AttributeError, KeyError) as error:
         raise Fault(
             f"{path} doesn't fit its workload any more",
@@ -88,7 +95,7 @@ def load(folder: Path) -> Checkpoint:
             expected=f"the model of {state['workload']} as it was when this was saved",
             do="retrain with `dvc repro`, or restore the workload file",
         ) from None
-    return Checkpoint(model.eval(), state["workload"], state["architecture"], structure)
+    return Checkpoint(model.eval(), state["workload"], state["architecture"], changes, state["masks"])
 
 
 def workload_file(folder: Path) -> Path:
@@ -100,11 +107,31 @@ def _path(folder: Path) -> Path:
     return folder / FILE if folder.is_dir() or not folder.exists() else folder
 
 
-def _fresh(workload: Workload, architecture: dict[str, Any], structure: tuple[Factorized, ...]) -> nn.Module:
+def _fresh(workload: Workload, architecture: dict[str, Any], changes: tuple[structure.Change, ...]) -> nn.Module:
     model = workload.model(**architecture)
-    for change in structure:
-        replace_module(model, change.name, factors(model.get_submodule(change.name), change.rank))
+    for change in changes:
+        change.apply(model)
     return model
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """Names of tensors that stand in the model more than once, and the first name of each."""
+    first: dict[int, str] = {}
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: first[id(tensor)] for name, tensor in named if first.setdefault(id(tensor), name) != name}
+
+
+def _tie(model: nn.Module, name: str, first: str) -> None:
+    (owner, _, key), (source, _, other) = name.rpartition("."), first.rpartition(".")
+    setattr(model.get_submodule(owner), key, getattr(model.get_submodule(source), other))
+
+
+def _check_masks(masks: Masks, state: dict[str, torch.Tensor]) -> None:
+    for name, mask in masks.items():
+        if name not in state or mask.dtype != torch.bool or mask.shape != state[name].shape:
+            raise ValueError(f"mask of {name} is no boolean tensor of the shape of such a parameter")
+        if state[name][~mask].any():
+            raise ValueError(f"{name} is not zero where its mask says so")
 
 
 def layout(model: nn.Module, fresh: nn.Module) -> dict[str, dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import warnings
 from collections.abc import Iterator
@@ -19,9 +20,9 @@ from tasks import checkpoint, onnx_file
 from tasks.data import read
 from tasks.errors import Fault
 from tasks.files import atomic_folder, sha256, size_bytes
-from tasks.fit import eval_mode, predict
+from tasks.fit import eval_mode, predict, tensors
 from tasks.settings import ExportParams
-from tasks.workloads.protocol import Workload
+from tasks.workloads.protocol import Workload, axes, example
 
 PROOF_BATCHES = (1, 3, 7)
 TOLERANCE = 1e-3
@@ -51,6 +52,7 @@ def export(source: Path, data: Path, target: Path, params: ExportParams) -> Expo
             "precision": "fp32",
             "preprocessing": parent.workload.PREPROCESSING,
             "model_sha256": sha256(source / checkpoint.FILE),
+            "axes": json.dumps(axes(parent.workload)),
         }
         to_onnx(parent.model, parent.workload, folder / onnx_file.FILE, params.opset, params.external_data, notes)
         model = onnx_file.load(folder)
@@ -76,12 +78,15 @@ def to_onnx(
     bytes; `notes` go into the file's metadata. Raises Fault if the model fixes its batch.
     """
     batch = torch.export.Dim("batch", min=1, max=65536)
-    inputs = {n: torch.zeros((2, *shape), dtype=getattr(torch, dtype)) for n, (dtype, shape) in task.INPUTS.items()}
+    free = {name: torch.export.Dim(name, min=1, max=size) for name, size in axes(task).items()}
+    shapes = tuple(
+        {0: batch, **{i: free[e] for i, e in enumerate(shape, 1) if isinstance(e, str)}}
+        for _, shape in task.INPUTS.values()
+    )
+    inputs = tensors(example(task, 2))
     with eval_mode(model), _quiet():
         try:
-            exported = torch.export.export(
-                model, tuple(inputs.values()), dynamic_shapes=tuple({0: batch} for _ in inputs)
-            )
+            exported = torch.export.export(model, tuple(inputs.values()), dynamic_shapes=shapes)
         except (torch._dynamo.exc.UserError, ValueError, RuntimeError) as error:
             raise Fault(
                 "the batch is not dynamic",

@@ -20,7 +20,7 @@ from tasks.data import read
 from tasks.errors import Fault
 from tasks.prune import output_layers
 from tasks.settings import FactorizeParams
-from tasks.structure import factors, replace_module
+from tasks.structure import Factorized, factors, replace_module
 from tasks.workloads.protocol import Arrays, Workload
 
 DAMPING = 1e-4
@@ -95,7 +95,7 @@ def factorize(source: Path, data: Path, target: Path, params: FactorizeParams) -
 
 def factorize_layers(
     model: nn.Module, task: Workload, train: Arrays, params: FactorizeParams
-) -> tuple[list[LowRank], list[checkpoint.Factorized]]:
+) -> tuple[list[LowRank], list[Factorized]]:
     """Replace layers in place, where that saves multiply-adds; returns every layer, and what was replaced.
 
     Layers that make an output, grouped convolutions and layers that share a weight stay.
@@ -123,7 +123,7 @@ def factorize_layers(
         _fill(pair, module, first, second)
         replace_module(model, name, pair)
         layers.append(LowRank(name, full, rank, energy, costs[name], after, None))
-        structure.append(checkpoint.Factorized(name, rank))
+        structure.append(Factorized(name, rank))
     return layers, structure
 
 

@@ -57,6 +57,7 @@ class FitParams(Settings):
 
     `threads` is fixed, since sums depend on it; beside another busy process two threads were
     seen 16 times slower than one. `batch` is the largest: batches of an epoch are equal within 1.
+    Training stops early after `patience` epochs without a better validation score.
     """
 
     epochs: Positive = 8
@@ -64,6 +65,7 @@ class FitParams(Settings):
     lr: Rate = 2e-3
     seed: Whole = 0
     threads: Positive = 1
+    patience: Positive | None = None
 
 
 class TrainParams(FitParams):
@@ -72,55 +74,117 @@ class TrainParams(FitParams):
     model: dict[str, Any] = Field(default_factory=dict)
 
 
-class PruneParams(Step, FitParams):
-    """Structured pruning with fine-tuning.
+Recovery = Annotated[Whole, Field(ge=0)]
+Weight = Annotated[Number, Field(ge=0)]
+Globs = Annotated[tuple[str, ...], Field(min_length=1)]
 
-    `ratio` is the share of output channels removed per layer, `round_to` the multiple that
-    every remaining channel count keeps, `importance` what ranks channels.
+
+class PruneParams(Step, FitParams):
+    """Pruning of weights, channels, attention heads or whole layers, with fine-tuning.
+
+    `ratio` is the share removed: of each layer's weights, channels or heads (`scope: layer`) or of
+    all of them together (`scope: global`); of the layers for `granularity: layer`. `round_to` is
+    the multiple that every remaining channel count keeps. `importance` ranks what goes first.
+    `only` names the layers that may lose something, as globs. With `steps` above 1 pruning is
+    iterative: the ratio is reached in so many steps, each with `epochs` of fine-tuning.
     """
 
-    granularity: Literal["channel"] = "channel"
-    importance: Literal["magnitude", "taylor", "random"] = "magnitude"
+    granularity: Literal["weight", "channel", "head", "layer"] = "channel"
+    importance: Literal["magnitude", "taylor", "norm_scale", "random"] = "magnitude"
+    scope: Literal["layer", "global"] = "layer"
     ratio: Fraction
     round_to: Positive = 8
-    epochs: Annotated[Whole, Field(ge=0)] = 3
+    only: Globs | None = None
+    steps: Positive = 1
+    epochs: Recovery = 3
     lr: Rate = 1e-3
 
 
-class DistillParams(Step, FitParams):
-    """Distil `teacher` into the artifact named `from`, or into a fresh `student`."""
+class SparsifyParams(Step, FitParams):
+    """2:4 sparsity along the input dimension, with fine-tuning under the masks.
 
-    teacher: str
-    student: dict[str, Any] | None = None
-    temperature: Rate = 4.0
-    alpha: Annotated[Number, Field(ge=0, le=1)] = 0.7
+    `magnitude` keeps the two largest of four weights; `sparsegpt` also mends the remaining ones
+    on `samples` training samples. `permute` first searches a permutation of the input channels
+    that keeps more magnitude. `skip` names layers that stay dense, as globs.
+    """
+
+    method: Literal["magnitude", "sparsegpt"] = "magnitude"
+    permute: bool = False
+    samples: Positive = 256
+    skip: Globs | None = None
+    epochs: Recovery = 3
+    lr: Rate = 1e-3
 
 
 class FactorizeParams(Step, FitParams):
     """Low-rank factors by truncated SVD, with fine-tuning.
 
     The rank of a layer is the share `rank` of its full rank, or the least that keeps the
-    share `energy` of its squared singular values; rounded up to `round_to`. With `samples`
-    above 0 the error of the layer's outputs on so many training samples is minimised, else
-    the weight's own.
+    share `energy` of its squared singular values, or what `budget` leaves: ranks are then chosen
+    together so that the layers' parameters come to that share of what they were. Rounded up to
+    `round_to`. With `samples` above 0 the error of the layer's outputs on so many training
+    samples is minimised, else the weight's own. `only` names the layers, as globs.
     """
 
     rank: Fraction | None = None
     energy: Fraction | None = None
+    budget: Fraction | None = None
     samples: Annotated[Whole, Field(ge=0)] = 256
     round_to: Positive = 8
-    epochs: Annotated[Whole, Field(ge=0)] = 3
+    only: Globs | None = None
+    epochs: Recovery = 3
     lr: Rate = 1e-3
 
     @model_validator(mode="after")
     def _one(self) -> Self:
-        if (self.rank is None) == (self.energy is None):
-            raise ValueError("either rank or energy, a number between 0 and 1")
+        if sum(value is not None for value in (self.rank, self.energy, self.budget)) != 1:
+            raise ValueError("one of rank, energy and budget, a number between 0 and 1")
         return self
 
 
+class ShareParams(Step, FitParams):
+    """Cross-layer weight sharing, with fine-tuning.
+
+    The layers of the model's stack are cut into `groups` runs of neighbours; the layers of a run
+    become one, the `average` of their weights or a `copy` of the first.
+    """
+
+    groups: Positive = 1
+    how: Literal["average", "copy"] = "average"
+    epochs: Recovery = 3
+    lr: Rate = 1e-3
+
+
+class DistillParams(Step, FitParams):
+    """Distil `teacher` into the artifact named `from`, or into a fresh `student`.
+
+    The loss is `alpha` times the soft labels' at `temperature`, plus 1 - `alpha` times the
+    task's, plus `hidden` times the hidden states', plus `attention` times the attention maps'.
+    """
+
+    teacher: str
+    student: dict[str, Any] | None = None
+    temperature: Rate = 4.0
+    alpha: Annotated[Number, Field(ge=0, le=1)] = 0.7
+    hidden: Weight = 0.0
+    attention: Weight = 0.0
+
+
+class QatParams(Step, FitParams):
+    """Quantisation-aware training: INT8, signed, symmetric, per-channel weights.
+
+    Ranges start from `samples` calibration samples.
+    """
+
+    format: Literal["int8"] = "int8"
+    calibration: Literal["max", "percentile", "mse", "entropy"] = "max"
+    samples: Positive = 256
+    epochs: Positive = 2
+    lr: Rate = 1e-4
+
+
 class ExportParams(Step):
-    """ONNX with a dynamic batch axis. `opset` 18 to 21 is what every backend here accepts."""
+    """ONNX with a dynamic batch, and the workload's dynamic axis. Every backend here accepts `opset` 18 to 21."""
 
     opset: Annotated[Whole, Field(ge=18, le=21)] = 18
     external_data: bool = False
@@ -130,10 +194,13 @@ class QuantizeParams(Step):
     """Post-training quantisation to INT8 with explicit Q/DQ nodes.
 
     `style` names who will run it: `onnxruntime` (unsigned activations, signed per-channel
-    weights, reduced range) or `tensorrt` (symmetric, signed, no quantised bias).
+    weights, reduced range) or `tensorrt` (symmetric, signed, no quantised bias). With
+    `activations: dynamic` the runtime finds the activations' ranges batch by batch, and there is
+    no calibration: the way of transformers on a CPU.
     """
 
     format: Literal["int8"] = "int8"
+    activations: Literal["static", "dynamic"] = "static"
     style: Literal["onnxruntime", "tensorrt"] = "onnxruntime"
     calibration: Literal["minmax", "entropy", "percentile"] = "entropy"
     samples: Positive = 256
@@ -162,7 +229,10 @@ class EvaluateParams(Settings):
 
 
 class BenchmarkParams(Settings):
-    """Interleaved timing against the baseline.
+    """Interleaved timing against the baseline, at `batch`, and again at each batch of `also`.
+
+    Verdicts and ranking are of `batch`. Samples keep the length they are stored with, or are cut to
+    `length` entries along the workload's dynamic axis.
 
     Each of `rounds` rounds times every engine once, in random order, for `window_ms`. While an
     interval is wider than `max_width` (relative), rounds go on up to `max_rounds`; one that
@@ -170,6 +240,8 @@ class BenchmarkParams(Settings):
     """
 
     batch: Positive = 1
+    also: tuple[Positive, ...] = ()
+    length: Positive | None = None
     rounds: Annotated[Whole, Field(ge=8)] = 20
     max_rounds: Annotated[Whole, Field(ge=8)] = 60
     window_ms: Rate = 60.0
@@ -216,8 +288,11 @@ class Params(Settings):
     data: DataParams
     train: dict[str, TrainParams]
     prune: dict[str, PruneParams] = Field(default_factory=dict)
+    sparsify: dict[str, SparsifyParams] = Field(default_factory=dict)
     factorize: dict[str, FactorizeParams] = Field(default_factory=dict)
+    share: dict[str, ShareParams] = Field(default_factory=dict)
     distill: dict[str, DistillParams] = Field(default_factory=dict)
+    qat: dict[str, QatParams] = Field(default_factory=dict)
     export: dict[str, ExportParams] = Field(default_factory=dict)
     quantize: dict[str, QuantizeParams] = Field(default_factory=dict)
     build: dict[str, BuildParams]
@@ -226,12 +301,15 @@ class Params(Settings):
     gates: GateParams
 
 
-MODEL_STEPS = ("train", "prune", "factorize", "distill")
+MODEL_STEPS = ("train", "prune", "sparsify", "factorize", "share", "distill", "qat")
 SECTIONS: dict[str, type[Settings]] = {
     "train": TrainParams,
     "prune": PruneParams,
+    "sparsify": SparsifyParams,
     "factorize": FactorizeParams,
+    "share": ShareParams,
     "distill": DistillParams,
+    "qat": QatParams,
     "export": ExportParams,
     "quantize": QuantizeParams,
     "build": BuildParams,

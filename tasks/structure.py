@@ -1,10 +1,72 @@
-"""Changes of a model's module tree that a checkpoint has to make again on loading."""
+"""Changes of a model's module tree that a checkpoint has to make again on loading, in order."""
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
+
+
+@dataclass(frozen=True)
+class Factorized:
+    """A layer that was replaced by two of a lower rank."""
+
+    name: str
+    rank: int
+
+    def apply(self, model: nn.Module) -> None:
+        replace_module(model, self.name, factors(model.get_submodule(self.name), self.rank))
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A stack of layers (ModuleList or Sequential) of which only `layers` were kept, by index."""
+
+    name: str
+    layers: tuple[int, ...]
+
+    def apply(self, model: nn.Module) -> None:
+        stack = model.get_submodule(self.name)
+        assert isinstance(stack, nn.ModuleList | nn.Sequential)
+        replace_module(model, self.name, type(stack)(*_arguments(stack, self.layers)))
+
+
+@dataclass(frozen=True)
+class Tied:
+    """A module whose place is taken by the one at `source`: one set of weights, used twice."""
+
+    name: str
+    source: str
+
+    def apply(self, model: nn.Module) -> None:
+        replace_module(model, self.name, model.get_submodule(self.source))
+
+
+@dataclass(frozen=True)
+class FakeQuantized:
+    """Fake quantisers put into the model by ModelOpt; `settings` is what it restores them from."""
+
+    settings: dict[str, Any]
+
+    def apply(self, model: nn.Module) -> None:
+        from tasks.qat import restore
+
+        restore(model, self.settings)
+
+
+Change = Factorized | Kept | Tied | FakeQuantized
+KINDS: dict[str, type[Change]] = {kind.__name__: kind for kind in (Factorized, Kept, Tied, FakeQuantized)}
+
+
+def written(change: Change) -> dict[str, Any]:
+    """A change as it stands in a checkpoint."""
+    return {"kind": type(change).__name__, **asdict(change)}
+
+
+def read(stored: dict[str, Any]) -> Change:
+    """The change that `written` wrote; KeyError for an unknown kind."""
+    return KINDS[stored["kind"]](**{key: value for key, value in stored.items() if key != "kind"})
 
 
 def factors(module: nn.Module, rank: int) -> nn.Sequential:
@@ -29,3 +91,8 @@ def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
     parent, _, key = name.rpartition(".")
     new.train(model.get_submodule(name).training)
     setattr(model.get_submodule(parent), key, new)
+
+
+def _arguments(stack: nn.ModuleList | nn.Sequential, layers: tuple[int, ...]) -> tuple[Any, ...]:
+    kept = [stack[i] for i in layers]
+    return tuple(kept) if isinstance(stack, nn.Sequential) else (kept,)

@@ -119,3 +119,9 @@ def free_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No variable of a driver's leaks into the commands under test."""
     for name in [n for n in os.environ if n.startswith("ENGINESMITH_")]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def text() -> Any:
+    """The tiny text workload: a BERT of four layers on a dynamic axis, with its oracle."""
+    return load_workload(TINY / "text.py")
