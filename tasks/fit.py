@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from tasks.settings import FitParams
 from tasks.workloads.protocol import Arrays, Workload
 
 Tensors = dict[str, torch.Tensor]
+Masks = Mapping[str, torch.Tensor]
 Loss = Callable[[Tensors, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -88,18 +90,37 @@ def task_loss(workload: Workload) -> Loss:
     return lambda outputs, labels, index: workload.loss(outputs, labels)
 
 
+def apply_masks(model: nn.Module, masks: Masks | None) -> None:
+    """Zero the weights at the False positions of `masks`, which maps parameters' names to boolean tensors."""
+    if masks:
+        named = dict(model.named_parameters(remove_duplicate=False))
+        with torch.no_grad():
+            for name, mask in masks.items():
+                named[name].masked_fill_(~mask, 0)
+
+
 def fit(
-    model: nn.Module, workload: Workload, train: Arrays, validation: Arrays, params: FitParams, loss: Loss
+    model: nn.Module,
+    workload: Workload,
+    train: Arrays,
+    validation: Arrays,
+    params: FitParams,
+    loss: Loss,
+    *,
+    masks: Masks | None = None,
+    resume: Path | None = None,
 ) -> list[Epoch]:
     """Train in place with AdamW (arXiv:1711.05101) under a one-cycle rate (arXiv:1708.07120).
 
     `loss(outputs, labels, index)` sees the rows `index` of the training split. The weights
     of the best validation epoch are kept; a diverging run (non-finite loss) raises ValueError.
+    Where `masks` (parameter name → boolean) are False, weights are zero before the first step and after each.
     Prints one line an epoch with the time left.
     """
     seed_everything(params.seed, params.threads)
     data, n = tensors(train), len(train["label"])
     steps = -(-n // params.batch)
+    apply_masks(model, masks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=params.lr, weight_decay=1e-2)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, params.lr, total_steps=max(2, steps * params.epochs))
     best, weights, curve, start = -1.0, copy.deepcopy(model.state_dict()), [], time.monotonic()
@@ -114,6 +135,7 @@ def fit(
             optimizer.zero_grad(set_to_none=True)
             value.backward()
             optimizer.step()
+            apply_masks(model, masks)
             schedule.step()
             total += value.item() * len(index)
         held_out, elapsed = score(model, workload, validation), time.monotonic() - start
@@ -131,7 +153,17 @@ def fit(
 
 
 def fine_tune(
-    model: nn.Module, workload: Workload, train: Arrays, validation: Arrays, params: FitParams
+    model: nn.Module,
+    workload: Workload,
+    train: Arrays,
+    validation: Arrays,
+    params: FitParams,
+    *,
+    masks: Masks | None = None,
+    resume: Path | None = None,
 ) -> list[Epoch]:
-    """As `fit`, with the workload's own loss; with no epochs the model stays as it is."""
-    return fit(model, workload, train, validation, params, task_loss(workload)) if params.epochs else []
+    """As `fit`, with the workload's own loss; with no epochs the model stays as it is, but for the masks."""
+    if not params.epochs:
+        apply_masks(model, masks)
+        return []
+    return fit(model, workload, train, validation, params, task_loss(workload), masks=masks, resume=resume)

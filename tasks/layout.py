@@ -37,3 +37,8 @@ def scores(name: str) -> Path:
 def failure(stage: str) -> Path:
     """Why a stage failed, written while it stays failed."""
     return FAILURES / f"{stage.replace('@', '.')}.json"
+
+
+def resume(name: str) -> Path:
+    """The state of an artifact's training, from which a killed one goes on."""
+    return STATE / "resume" / f"{name}.pt"

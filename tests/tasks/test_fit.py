@@ -12,7 +12,7 @@ from torch import nn
 
 from tasks import fit
 from tasks.data import read
-from tasks.settings import FitParams
+from tasks.settings import FitParams, PruneParams
 
 
 @pytest.fixture
@@ -147,3 +147,30 @@ def test_a_diverging_run_says_which_setting(
             FitParams(epochs=1, lr=0.5),
             lambda outputs, labels, index: outputs["logits"].sum() * float("nan"),
         )
+
+
+def test_masked_weights_are_zero_in_every_step_and_in_the_best_weights(
+    tiny: Any, model: nn.Module, train_split: Any, validation_split: Any
+) -> None:
+    masks = {name: torch.rand(p.shape) < 0.5 for name, p in model.named_parameters() if name.endswith("weight")}
+
+    def watch(outputs: Any, labels: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        assert not any(model.get_parameter(name)[~mask].any() for name, mask in masks.items())
+        return tiny.loss(outputs, labels)
+
+    params = FitParams(epochs=2, batch=64, lr=1e-2)
+    fit.fit(model, tiny, train_split, validation_split, params, watch, masks=masks)
+    for name, mask in masks.items():
+        assert not model.get_parameter(name)[~mask].any()
+        assert model.get_parameter(name)[mask].all()
+
+
+def test_without_epochs_only_the_masks_change_the_model(
+    tiny: Any, model: nn.Module, train_split: Any, validation_split: Any
+) -> None:
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    mask = torch.rand(model.head.weight.shape) < 0.5
+    params = PruneParams.model_validate({"from": "x", "ratio": 0.5, "epochs": 0})
+    assert fit.fine_tune(model, tiny, train_split, validation_split, params, masks={"head.weight": mask}) == []
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name] * mask if name == "head.weight" else before[name])
