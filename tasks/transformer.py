@@ -46,7 +46,7 @@ def stacks(model: nn.Module) -> dict[str, list[nn.Module]]:
         ):
             continue
         layers = list(module)
-        if len(layers) > 1 and len({_form(layer) for layer in layers}) == 1 and any(layers[0].parameters()):
+        if len(layers) > 1 and len({_form(layer) for layer in layers}) == 1 and list(layers[0].parameters()):
             found[name] = layers
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
