@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import torch
+from onnx_ir.passes.common import DeduplicateInitializersPass
 from torch import nn
 
 from tasks import checkpoint, onnx_file
@@ -103,6 +105,8 @@ def to_onnx(
             verbose=False,
         )
     assert program is not None
+    # The exporter folds a shared weight's transpose once a use.
+    DeduplicateInitializersPass(size_limit=sys.maxsize)(program.model)
     proto = program.model_proto
     for graph in (*onnx_file.graphs(proto.graph), *proto.functions):
         _anonymise(graph)
