@@ -18,7 +18,7 @@ import torch
 from onnx_ir.passes.common import DeduplicateInitializersPass
 from torch import nn
 
-from tasks import checkpoint, onnx_file
+from tasks import checkpoint, onnx_file, recurrent
 from tasks.data import read
 from tasks.errors import Fault
 from tasks.files import atomic_folder, sha256, size_bytes
@@ -86,7 +86,7 @@ def to_onnx(
         for _, shape in task.INPUTS.values()
     )
     inputs = tensors(example(task, 2))
-    with eval_mode(model), _quiet():
+    with eval_mode(model), recurrent.exportable(model), _quiet():
         try:
             exported = torch.export.export(model, tuple(inputs.values()), dynamic_shapes=shapes)
         except (torch._dynamo.exc.UserError, ValueError, RuntimeError) as error:

@@ -1,0 +1,78 @@
+"""LSTM layers in the export: one ONNX `LSTM` node a layer, on a free number of time steps.
+
+PyTorch's exporter unrolls an LSTM over time, which fixes the length it was traced with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+OPERATOR_VERSION = 14
+
+
+@contextlib.contextmanager
+def exportable(model: nn.Module) -> Iterator[None]:
+    """Within it, a trace of the model holds every `nn.LSTM` as ONNX operators; outputs mean nothing in eager mode.
+
+    Initial states are zero, as `forward(x)` has them. Raises NotImplementedError within the trace for
+    another initial state, a packed sequence, or an LSTM with a projection.
+    """
+    layers = [module for module in model.modules() if isinstance(module, nn.LSTM)]
+    for layer in layers:
+        layer.forward = MethodType(_forward, layer)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def _forward(module: nn.LSTM, x: Any, hx: Any = None) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """As `nn.LSTM.forward` on x [n, t, d] (or [t, n, d]); without dropout, since models are exported in eval mode."""
+    if hx is not None or not isinstance(x, torch.Tensor) or x.ndim != 3 or module.proj_size:
+        raise NotImplementedError("an LSTM exports on a padded batch of 3 axes, from zero states, without proj_size")
+    steps = x.transpose(0, 1) if module.batch_first else x
+    hidden, cell = [], []
+    for layer in range(module.num_layers):
+        y, h, c = _layer(module, steps, layer)
+        steps = y.transpose(1, 2).flatten(2)
+        hidden.append(h)
+        cell.append(c)
+    output = steps.transpose(0, 1) if module.batch_first else steps
+    return output, (torch.cat(hidden), torch.cat(cell))
+
+
+def _layer(module: nn.LSTM, steps: torch.Tensor, layer: int) -> tuple[torch.Tensor, ...]:
+    """Outputs [t, directions, n, h] and last states [directions, n, h] of one layer on steps [t, n, d]."""
+    ends = ("", "_reverse") if module.bidirectional else ("",)
+
+    def stacked(kind: str) -> torch.Tensor:
+        return torch.stack([_reordered(getattr(module, f"{kind}_l{layer}{end}")) for end in ends])
+
+    inputs = [steps, stacked("weight_ih"), stacked("weight_hh")]
+    if module.bias:
+        inputs.append(torch.cat([stacked("bias_ih"), stacked("bias_hh")], 1))
+    last = (len(ends), steps.shape[1], module.hidden_size)
+    direction = "bidirectional" if module.bidirectional else "forward"
+    return tuple(
+        torch.onnx.ops.symbolic_multi_out(
+            "LSTM",
+            inputs,
+            {"hidden_size": module.hidden_size, "direction": direction},
+            dtypes=(steps.dtype,) * 3,
+            shapes=((steps.shape[0], *last), last, last),
+            version=OPERATOR_VERSION,
+        )
+    )
+
+
+def _reordered(gates: torch.Tensor) -> torch.Tensor:
+    """PyTorch stacks the gates as input, forget, cell, output; ONNX as input, output, forget, cell."""
+    i, f, g, o = gates.chunk(4)
+    return torch.cat([i, o, f, g])
