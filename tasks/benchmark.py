@@ -10,8 +10,19 @@ from tasks import manifest, measure, target
 from tasks.data import read
 from tasks.engines.protocol import Session, open_engine
 from tasks.errors import Fault, Unavailable
-from tasks.settings import BenchmarkParams
+from tasks.settings import BenchmarkParams, min_rounds
 from tasks.stats import Interval
+from tasks.workloads.protocol import Arrays
+
+
+@dataclass(frozen=True)
+class AtBatch:
+    """The same measurement at another batch size."""
+
+    timing: measure.Timing
+    baseline: measure.Timing
+    speedup: Interval
+    unstable: str | None
 
 
 @dataclass(frozen=True)
@@ -19,13 +30,14 @@ class BenchmarkReport:
     """Latency and speed-up over the baseline; all None, with the reason, if the engine can't run here.
 
     `baseline` is the baseline's own timing of the same rounds, so that the speed-up can be
-    computed again from this file. `load_average` was read before and after. `target_id` is the
-    machine that was measured.
+    computed again from this file; `also` holds the other batch sizes. `load_average` was read
+    before and after. `target_id` is the machine that was measured.
     """
 
     timing: measure.Timing | None
     baseline: measure.Timing | None
     speedup: Interval | None
+    also: list[AtBatch]
     versus: str
     not_run: str | None
     unstable: str | None
@@ -52,6 +64,7 @@ def benchmark(source: Path, baseline: Path, data: Path, params: BenchmarkParams)
                 timing=None,
                 baseline=None,
                 speedup=None,
+                also=[],
                 versus=baseline.name,
                 not_run=str(reason),
                 unstable=None,
@@ -60,22 +73,37 @@ def benchmark(source: Path, baseline: Path, data: Path, params: BenchmarkParams)
                 load_average=None,
                 target_id=here,
             )
-        samples = read(data / "validation.npz")
-        inputs = {spec.name: samples[spec.name] for spec in described.inputs}
-        timings = measure.interleave({"engine": engine, "baseline": against}, inputs, params)
-    gain = measure.speedup(timings, "engine", "baseline", params.confidence)
+        inputs = measure.inputs_of(described.inputs, read(data / "validation.npz"), params.length)
+        first, *also = (_at(engine, against, inputs, p) for p in each_batch(params))
     return BenchmarkReport(
-        timing=timings["engine"],
-        baseline=timings["baseline"],
-        speedup=gain,
+        timing=first.timing,
+        baseline=first.baseline,
+        speedup=first.speedup,
+        also=also,
         versus=baseline.name,
         not_run=None,
-        unstable=unstable(gain, timings["engine"], params),
+        unstable=first.unstable,
         engine_sha256=described.engine_sha256,
         baseline_sha256=other.engine_sha256,
         load_average=(before, measure.load_average()),
         target_id=here,
     )
+
+
+def each_batch(params: BenchmarkParams) -> list[BenchmarkParams]:
+    """The settings at `batch`, and at each batch of `also` with half the rounds, as far as an interval allows."""
+    least = min_rounds(params.confidence)
+    half = max(least, params.rounds // 2)
+    other = {"rounds": half, "max_rounds": max(half, params.max_rounds // 2)}
+    return [params, *(params.model_copy(update={"batch": batch, **other}) for batch in params.also)]
+
+
+def _at(engine: Session, baseline: Session, inputs: Arrays, params: BenchmarkParams) -> AtBatch:
+    if params.also:
+        print(f"at batch {params.batch}", flush=True)
+    timings = measure.interleave({"engine": engine, "baseline": baseline}, inputs, params)
+    gain = measure.speedup(timings, "engine", "baseline", params.confidence)
+    return AtBatch(timings["engine"], timings["baseline"], gain, unstable(gain, timings["engine"], params))
 
 
 def _open_baseline(folder: Path) -> Session:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +21,7 @@ from tasks.settings import (
     QuantizeParams,
     Settings,
     TrainParams,
+    min_rounds,
 )
 from tasks.workloads.protocol import Workload, load_workload
 
@@ -62,15 +62,13 @@ def _meaning_faults(raw: dict[str, Any], models: bool) -> list[str]:
         )
     for name, build in _valid(raw, "build", BuildParams):
         found += [
-            f"build.{name}.max_batch: got {build.max_batch}, expected at least {section}.batch ({settings.batch}): "
-            "raise it"
-            for section, settings in (("evaluate", evaluate), ("benchmark", timing))
-            if settings and build.max_batch < settings.batch
+            f"build.{name}.max_batch: got {build.max_batch}, expected at least {section}.{key} ({batch}): raise it"
+            for section, key, batch in _batches(evaluate, timing)
+            if build.max_batch < batch
         ]
     if timing and 2.0 ** (1 - timing.rounds) > 1 - timing.confidence:
-        need = math.ceil(1 - math.log2(1 - timing.confidence))
         found.append(
-            f"benchmark.rounds: got {timing.rounds}, expected at least {need}: "
+            f"benchmark.rounds: got {timing.rounds}, expected at least {min_rounds(timing.confidence)}: "
             f"fewer can't give an interval of confidence {timing.confidence}"
         )
     if timing and timing.rounds > timing.max_rounds:
@@ -79,6 +77,14 @@ def _meaning_faults(raw: dict[str, Any], models: bool) -> list[str]:
             "raise that or lower this"
         )
     return found + _workload_faults(raw, evaluate, models)
+
+
+def _batches(evaluate: EvaluateParams | None, timing: BenchmarkParams | None) -> list[tuple[str, str, int]]:
+    """Section, key and value of every batch size that an engine is run with."""
+    found = [("evaluate", "batch", evaluate.batch)] if evaluate else []
+    if timing:
+        found += [("benchmark", "batch", timing.batch), *(("benchmark", "also", batch) for batch in timing.also)]
+    return found
 
 
 def _workload_faults(raw: dict[str, Any], evaluate: EvaluateParams | None, models: bool) -> list[str]:
@@ -115,6 +121,8 @@ def _model_faults(raw: dict[str, Any], workload: Workload) -> list[str]:
 
 
 def _calibration_faults(name: str, q: QuantizeParams, data: DataParams | None) -> list[str]:
+    if q.activations == "dynamic":
+        return _dynamic_faults(name, q)
     found = []
     if q.samples < q.batch:
         found.append(
@@ -130,6 +138,21 @@ def _calibration_faults(name: str, q: QuantizeParams, data: DataParams | None) -
         found.append(
             f"quantize.{name}.calibration: got {q.calibration!r} with style {q.style}; "
             f"expected one of {', '.join(CALIBRATIONS[q.style])}"
+        )
+    return found
+
+
+def _dynamic_faults(name: str, q: QuantizeParams) -> list[str]:
+    useless = sorted({"calibration", "samples", "percentile"} & q.model_fields_set)
+    found = [
+        f"quantize.{name}.{key}: got {getattr(q, key)!r}, expected nothing: "
+        "dynamic activations need no calibration: leave it out"
+        for key in useless
+    ]
+    if q.style != "onnxruntime":
+        found.append(
+            f"quantize.{name}.activations: got 'dynamic' with style {q.style}, expected static: "
+            "TensorRT takes ranges from the file"
         )
     return found
 

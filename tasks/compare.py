@@ -74,7 +74,7 @@ def head_to_head(names: list[str], data: Path, params: BenchmarkParams) -> dict[
     samples = read(data / "validation.npz")
     with ExitStack() as stack:
         sessions = {name: stack.enter_context(open_engine(layout.artifact(name))) for name in names}
-        inputs = {spec.name: samples[spec.name] for spec in sessions[names[0]].inputs}
+        inputs = measure.inputs_of(sessions[names[0]].inputs, samples, params.length)
         return measure.interleave(sessions, inputs, params)
 
 

@@ -15,7 +15,7 @@ from tasks.files import sha256
 from tasks.settings import EvaluateParams
 from tasks.stats import Interval, mean_score
 from tasks.target import fingerprint
-from tasks.workloads.protocol import Arrays, Workload, load_workload
+from tasks.workloads.protocol import Arrays, Workload, cut, lengths, load_workload
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,14 @@ def evaluate(source: Path, workload: Path, data: Path, target: Path, params: Eva
 
 
 def run(session: Session, task: Workload, samples: Arrays, batch: int) -> Arrays:
-    """Outputs [n, …] over all samples, a last partial batch included; Fault if any isn't finite."""
-    n, parts = len(samples["label"]), []
+    """Outputs [n, …] over all samples, a last partial batch included; Fault if any isn't finite.
+
+    Batches are of neighbours, cut to the longest of them along a dynamic axis.
+    """
+    n, parts, used = len(samples["label"]), [], lengths(task, samples)
     for start in range(0, n, batch):
-        parts.append(session.run({name: samples[name][start : start + batch] for name in task.INPUTS}))
+        part = {name: samples[name][start : start + batch] for name in task.INPUTS}
+        parts.append(session.run(part if used is None else cut(task, part, int(used[start : start + batch].max()))))
     outputs = {name: np.concatenate([part[name] for part in parts]) for name in task.OUTPUTS}
     for name, values in outputs.items():
         bad = ~np.isfinite(values.reshape(n, -1)).all(axis=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,23 @@ from typing import Any
 from tasks.errors import Fault
 from tasks.files import read_json, sha256, write_json
 
-SCHEMA = 1
+SCHEMA = 2
 FILE = "manifest.json"
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Name, NumPy type and shape of an input or output; None stands for the batch axis."""
+    """Name, NumPy type and shape of an input or output; None stands for the batch, a name for a dynamic axis."""
 
     name: str
     dtype: str
-    shape: tuple[int | None, ...]
+    shape: tuple[int | str | None, ...]
+
+
+def dynamic(shape: Sequence[object], axes: Mapping[str, int]) -> tuple[int | str | None, ...]:
+    """A backend's shape with what isn't a size above 0 replaced: by None in front, else by the dynamic axis's name."""
+    name = next(iter(axes), None)
+    return tuple(d if isinstance(d, int) and d > 0 else (name if i else None) for i, d in enumerate(shape))
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,8 @@ class Manifest:
     """What an engine is, what it was made of, and where it may run.
 
     `built_for` holds what the backend needs to match: instruction sets, or compute
-    capabilities. `operators` counts what the backend says it will run, by kind.
+    capabilities. `operators` counts what the backend says it will run, by kind. `axes` maps the
+    name of a dynamic axis to its largest size.
     Digests are SHA-256 of the engine file, of the ONNX file, of the parent model and of the
     calibration split; None where there is no such thing.
     """
@@ -39,6 +47,7 @@ class Manifest:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     max_batch: int
+    axes: dict[str, int]
     threads: int
     preprocessing: str | None
     precision_asked: str

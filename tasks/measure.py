@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from tasks.engines.protocol import Session
+from tasks.manifest import TensorSpec
 from tasks.settings import BenchmarkParams
 from tasks.stats import Interval, percentile, ratio
 from tasks.target import last_level_cache_bytes
@@ -40,6 +41,16 @@ class Timing:
     medians: tuple[float, ...]
 
 
+def inputs_of(specs: Sequence[TensorSpec], samples: Arrays, length: int | None) -> Arrays:
+    """The samples' inputs [n, …], cut to `length` along a dynamic axis; contiguous."""
+    return {
+        spec.name: np.ascontiguousarray(
+            samples[spec.name][tuple(slice(length) if isinstance(d, str) else slice(None) for d in spec.shape)]
+        )
+        for spec in specs
+    }
+
+
 def interleave(sessions: Mapping[str, Session], inputs: Arrays, params: BenchmarkParams) -> dict[str, Timing]:
     """Time every session once in each round, in an order drawn anew for each round.
 
@@ -61,10 +72,11 @@ def interleave(sessions: Mapping[str, Session], inputs: Arrays, params: Benchmar
 
     def window(name: str) -> list[float]:
         for _ in range(SETTLE_CALLS):
-            call(name)
+            if call(name) > params.window_ms:
+                break
         samples: list[float] = []
         end = time.perf_counter() + params.window_ms / 1e3
-        while time.perf_counter() < end or len(samples) < 3:
+        while time.perf_counter() < end or not samples:
             samples.append(call(name))
         return samples
 

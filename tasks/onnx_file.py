@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -132,3 +133,8 @@ def annotate(model: onnx.ModelProto, notes: dict[str, str]) -> None:
 def notes(model: onnx.ModelProto) -> dict[str, str]:
     """A model's metadata: precision, preprocessing, and digests of what it was made from."""
     return {p.key: p.value for p in model.metadata_props}
+
+
+def axes(model: onnx.ModelProto) -> dict[str, int]:
+    """The dynamic axis that export noted, if there is one, and its largest size."""
+    return {str(name): int(size) for name, size in json.loads(notes(model).get("axes", "{}")).items()}

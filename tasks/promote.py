@@ -199,8 +199,9 @@ def _challenge(
             return None, (f"{label} fails today's gates: {fault}",)
         challenger = stack.enter_context(open_engine(layout.artifact(candidate.name)))
         samples = read(data / "validation.npz")
-        inputs = {spec.name: samples[spec.name] for spec in challenger.inputs}
-        timings = measure.interleave({"challenger": challenger, "champion": defender}, inputs, tree.params.benchmark)
+        settings = tree.params.benchmark
+        inputs = measure.inputs_of(challenger.inputs, samples, settings.length)
+        timings = measure.interleave({"challenger": challenger, "champion": defender}, inputs, settings)
     gain = measure.speedup(timings, "challenger", "champion", tree.params.benchmark.confidence)
     return gain, (f"{candidate.name} side by side with {label}: {gates.shown('speedup', gain)} of its speed",)
 

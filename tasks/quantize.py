@@ -2,7 +2,8 @@
 
 `onnxruntime`: unsigned activations, signed per-channel weights of reduced range (7 bits), which
 do not saturate on CPUs without VNNI. `tensorrt`: symmetric, signed, per channel, no
-quantised bias, placed for TensorRT's fusions by NVIDIA ModelOpt.
+quantised bias, placed for TensorRT's fusions by NVIDIA ModelOpt. Dynamic activations: the
+runtime finds each batch's own ranges, and the results depend on the batch.
 Calibration: min-max; entropy (KL divergence, Migacz 2017, GTC S7310); percentile.
 See Wu et al. 2020, arXiv:2004.09602.
 """
@@ -24,7 +25,7 @@ from tasks.data import read
 from tasks.errors import Fault
 from tasks.files import atomic_folder, sha256, size_bytes
 from tasks.settings import QuantizeParams
-from tasks.workloads.protocol import Arrays, Workload, load_workload
+from tasks.workloads.protocol import Arrays, Workload, largest, load_workload
 
 MIN_SNR_DB = 3.0
 MAX_SNR_DB = 200.0
@@ -34,13 +35,16 @@ MAX_SNR_DB = 200.0
 class QuantizeReport:
     """Q/DQ pairs in the file, its bytes, and each output against the parent's on calibration data.
 
-    `snr_db` is the signal-to-noise ratio in decibels, `cosine` the cosine similarity.
+    `dynamic_nodes` counts matrix products whose activations are quantised batch by batch; with
+    those there is no calibration, and its digest is None. `snr_db` is the signal-to-noise ratio
+    in decibels, `cosine` the cosine similarity.
     """
 
     quantize_nodes: int
     dequantize_nodes: int
+    dynamic_nodes: int
     calibration_samples: int
-    calibration_sha256: str
+    calibration_sha256: str | None
     size_bytes: int
     sha256: str
     snr_db: dict[str, float]
@@ -50,25 +54,33 @@ class QuantizeReport:
 def quantize(source: Path, workload: Path, data: Path, target: Path, params: QuantizeParams) -> QuantizeReport:
     """Write `target/model.onnx`, one file, INT8 by `params`, calibrated on `data/calibration.npz` only.
 
+    With dynamic activations nothing is calibrated; that split only serves to compare outputs.
+
     Raises Fault for unusable calibration data, a range or scale that is not finite and
     positive, or outputs that are mostly noise (below 3 dB against the parent's).
     """
     task = load_workload(workload)
     split = data / "calibration.npz"
     samples = {k: v[: params.samples] for k, v in read(split).items()}
-    check_samples(samples, task.INPUTS)
-    parent = onnx_file.load(source)
+    check_samples(samples, largest(task))
+    parent, dynamic = onnx_file.load(source), params.activations == "dynamic"
     with atomic_folder(target) as folder, tempfile.TemporaryDirectory() as scratch:
         copy = Path(scratch) / "source"
         shutil.copytree(source, copy)
         made = Path(scratch) / "made"
         made.mkdir()
-        {"onnxruntime": _onnxruntime, "tensorrt": _tensorrt}[params.style](copy, made, samples, task, params)
+        if dynamic:
+            _dynamic(copy, made)
+        else:
+            {"onnxruntime": _onnxruntime, "tensorrt": _tensorrt}[params.style](copy, made, samples, task, params)
         model = onnx_file.load(made)
-        check_scales(model)
-        onnx_file.annotate(
-            model, {**onnx_file.notes(parent), "precision": params.format, "calibration_sha256": sha256(split)}
-        )
+        kinds = [node.op_type for node in model.graph.node]
+        if not dynamic:
+            check_scales(model)
+        elif "MatMulInteger" not in kinds:
+            raise _nothing_quantised("no matrix product with a constant weight")
+        calibration = {} if dynamic else {"calibration_sha256": sha256(split)}
+        onnx_file.annotate(model, {**onnx_file.notes(parent), "precision": params.format, **calibration})
         (folder / onnx_file.FILE).write_bytes(onnx_file.serialized(model, target.name))
         snr, cosine = fidelity(source, folder, {n: samples[n] for n in task.INPUTS})
         noisy = [f"{name} at {value:.1f} dB" for name, value in snr.items() if value < MIN_SNR_DB]
@@ -79,12 +91,12 @@ def quantize(source: Path, workload: Path, data: Path, target: Path, params: Qua
                 expected=f"at least {MIN_SNR_DB} dB against the parent",
                 do="try another calibration or more samples",
             )
-        kinds = [node.op_type for node in model.graph.node]
         return QuantizeReport(
             kinds.count("QuantizeLinear"),
             kinds.count("DequantizeLinear"),
-            len(samples["label"]),
-            sha256(split),
+            kinds.count("MatMulInteger"),
+            0 if dynamic else len(samples["label"]),
+            calibration.get("calibration_sha256"),
             size_bytes(folder),
             sha256(folder),
             snr,
@@ -120,6 +132,24 @@ def _onnxruntime(source: Path, folder: Path, samples: Arrays, task: Workload, pa
     )
     quantizer.quantize_model()
     quantizer.model.save_model_to_file(str(folder / onnx_file.FILE), False)
+
+
+def _dynamic(source: Path, folder: Path) -> None:
+    """Matrix products with constant weights become integer ones: signed per-channel weights of 7 bits."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    model = onnx_file.load(source)
+    # What the exporter noted of shapes doesn't hold once the library has turned Gemm into MatMul.
+    del model.graph.value_info[:]
+    quantize_dynamic(
+        model,
+        folder / onnx_file.FILE,
+        op_types_to_quantize=["MatMul", "Gemm"],
+        per_channel=True,
+        reduce_range=True,
+        weight_type=QuantType.QInt8,
+        extra_options={"MatMulConstBOnly": True},
+    )
 
 
 def _ranges(model: Path, inputs: Arrays, params: QuantizeParams, method: str) -> Any:
@@ -175,12 +205,7 @@ def check_scales(model: onnx.ModelProto) -> None:
         constants |= onnx_file.constants(graph)
         pairs += [n for n in graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")]
     if not pairs:
-        raise Fault(
-            "nothing was quantised",
-            got="no Q/DQ nodes",
-            expected="at least one",
-            do="check that the model has convolutions or matrix products",
-        )
+        raise _nothing_quantised("no Q/DQ nodes")
     for node in pairs:
         scale = constants.get(node.input[1])
         if scale is None:
@@ -197,6 +222,15 @@ def check_scales(model: onnx.ModelProto) -> None:
                 expected="finite and above 0",
                 do="look at the calibration data and at constants of the model",
             )
+
+
+def _nothing_quantised(got: str) -> Fault:
+    return Fault(
+        "nothing was quantised",
+        got=got,
+        expected="at least one",
+        do="check that the model has convolutions or matrix products; dynamic activations are for the latter only",
+    )
 
 
 def fidelity(parent: Path, child: Path, inputs: Arrays) -> tuple[dict[str, float], dict[str, float]]:

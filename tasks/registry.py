@@ -120,7 +120,10 @@ def _signature(described: manifest.Manifest) -> Any:
 
     def schema(specs: tuple[manifest.TensorSpec, ...]) -> Schema:
         return Schema(
-            [TensorSpec(np.dtype(s.dtype), tuple(-1 if d is None else d for d in s.shape), s.name) for s in specs]
+            [
+                TensorSpec(np.dtype(s.dtype), tuple(d if isinstance(d, int) else -1 for d in s.shape), s.name)
+                for s in specs
+            ]
         )
 
     return ModelSignature(schema(described.inputs), schema(described.outputs))

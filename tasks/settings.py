@@ -5,6 +5,7 @@ No heavy import may enter here: settings are checked before any compute is spent
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -28,6 +29,15 @@ Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 Fraction = Annotated[Number, Field(gt=0, lt=1)]
 Positive = Annotated[Whole, Field(ge=1)]
 Rate = Annotated[Number, Field(gt=0)]
+
+
+def _threads(value: Any) -> Any:
+    if value != "auto" and int(_whole(value)) < 1:
+        raise ValueError("a whole number of at least 1, or auto")
+    return value
+
+
+Threads = Annotated[int | Literal["auto"], BeforeValidator(_threads)]
 
 
 class Settings(BaseModel):
@@ -55,8 +65,10 @@ class DataParams(Settings):
 class FitParams(Settings):
     """What every training loop shares.
 
-    `threads` is fixed, since sums depend on it; beside another busy process two threads were
-    seen 16 times slower than one. `batch` is the largest: batches of an epoch are equal within 1.
+    Sums depend on `threads`: the same weights again need the same number, so that it is fixed. With
+    "auto" a few steps are timed with each number up to the cores, and the report tells the
+    fastest, which the training then uses; two busy processes of two threads each were seen 5 to 16 times
+    slower than one. `batch` is the largest: batches of an epoch are equal within 1.
     Training stops early after `patience` epochs without a better validation score.
     """
 
@@ -64,7 +76,7 @@ class FitParams(Settings):
     batch: Positive = 64
     lr: Rate = 2e-3
     seed: Whole = 0
-    threads: Positive = 1
+    threads: Threads = 1
     patience: Positive | None = None
 
 
@@ -249,6 +261,11 @@ class BenchmarkParams(Settings):
     max_width: Fraction = 0.1
     confidence: Annotated[Number, Field(ge=0.8, lt=1)] = 0.95
     seed: Whole = 0
+
+
+def min_rounds(confidence: float) -> int:
+    """The fewest rounds from which a signed-rank interval of a confidence can be had."""
+    return math.ceil(1 - math.log2(1 - confidence))
 
 
 class Bound(Settings):

@@ -17,10 +17,10 @@ from tasks import checkpoint
 from tasks.engines.protocol import check_batch
 from tasks.errors import Fault
 from tasks.files import sha256
-from tasks.fit import forward
+from tasks.fit import forward, tensors
 from tasks.manifest import Manifest, TensorSpec, require
 from tasks.settings import BuildParams
-from tasks.workloads.protocol import Arrays
+from tasks.workloads.protocol import Arrays, axes, example
 
 
 def build(source: Path, folder: Path, spec: BuildParams) -> Manifest:
@@ -28,9 +28,8 @@ def build(source: Path, folder: Path, spec: BuildParams) -> Manifest:
     loaded = checkpoint.load(source)
     task = loaded.workload
     shutil.copyfile(source / checkpoint.FILE, folder / checkpoint.FILE)
-    example = {n: torch.zeros((1, *shape), dtype=getattr(torch, dtype)) for n, (dtype, shape) in task.INPUTS.items()}
     with torch.inference_mode():
-        outputs = forward(loaded.model, task, example)
+        outputs = forward(loaded.model, task, tensors(example(task, 1)))
     digest = sha256(folder / checkpoint.FILE)
     kinds = [type(m).__name__ for m in loaded.model.modules() if not list(m.children())]
     return Manifest(
@@ -43,6 +42,7 @@ def build(source: Path, folder: Path, spec: BuildParams) -> Manifest:
             TensorSpec(n, str(v.dtype).removeprefix("torch."), (None, *v.shape[1:])) for n, v in outputs.items()
         ),
         max_batch=spec.max_batch,
+        axes=axes(task),
         threads=spec.threads,
         preprocessing=task.PREPROCESSING,
         precision_asked="as the model",
@@ -63,11 +63,11 @@ class EagerSession:
     def __init__(self, folder: Path, described: Manifest) -> None:
         loaded = checkpoint.load(folder)
         self._model, self._task = loaded.model, loaded.workload
-        self._threads, self._max_batch = described.threads, described.max_batch
+        self._threads, self._max_batch, self._axes = described.threads, described.max_batch, described.axes
         self.inputs, self.outputs = described.inputs, described.outputs
 
     def run(self, batch: Arrays) -> Arrays:
-        check_batch(batch, self.inputs, self._max_batch)
+        check_batch(batch, self.inputs, self._max_batch, self._axes)
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
         with torch.inference_mode():

@@ -14,7 +14,7 @@ from tasks import onnx_file, target
 from tasks.engines.protocol import check_batch
 from tasks.errors import Fault, Unavailable
 from tasks.files import sha256
-from tasks.manifest import Manifest, TensorSpec, require
+from tasks.manifest import Manifest, TensorSpec, dynamic, require
 from tasks.settings import BuildParams
 from tasks.workloads.protocol import Arrays
 
@@ -42,15 +42,16 @@ def build(source: Path, folder: Path, spec: BuildParams) -> Manifest:
             do="another opset or format may do, or another backend for this variant",
         ) from None
     kinds = Counter(node.op_type for node in onnx.load(folder / FILE).graph.node)
-    notes = onnx_file.notes(model)
+    notes, axes = onnx_file.notes(model), onnx_file.axes(model)
     return Manifest(
         backend="onnxruntime",
         backend_version=ort.__version__,
         built_for={"device": "cpu", "cpu_flags": list(target.fingerprint().cpu_flags)},
         engine_file=FILE,
-        inputs=tuple(_spec(i) for i in session.get_inputs()),
-        outputs=tuple(_spec(o) for o in session.get_outputs()),
+        inputs=tuple(_spec(i, axes) for i in session.get_inputs()),
+        outputs=tuple(_spec(o, axes) for o in session.get_outputs()),
         max_batch=spec.max_batch,
+        axes=axes,
         threads=spec.threads,
         preprocessing=notes.get("preprocessing"),
         precision_asked=notes.get("precision", "as the model"),
@@ -75,11 +76,11 @@ class OnnxRuntimeSession:
             raise Unavailable(f"ONNX Runtime took {ran} where {PROVIDER} was asked for")
         self.device = "cpu"
         self.inputs, self.outputs = described.inputs, described.outputs
-        self._max_batch = described.max_batch
+        self._max_batch, self._axes = described.max_batch, described.axes
         self._input_names, self._output_names = [i.name for i in self.inputs], [o.name for o in self.outputs]
 
     def run(self, batch: Arrays) -> Arrays:
-        check_batch(batch, self.inputs, self._max_batch)
+        check_batch(batch, self.inputs, self._max_batch, self._axes)
         results = self._session.run(self._output_names, {name: batch[name] for name in self._input_names})
         return dict(zip(self._output_names, results, strict=True))
 
@@ -117,7 +118,7 @@ def _options(threads: int) -> ort.SessionOptions:
     return options
 
 
-def _spec(value: ort.NodeArg) -> TensorSpec:
+def _spec(value: ort.NodeArg, axes: dict[str, int]) -> TensorSpec:
     kinds = {
         "tensor(float)": "float32",
         "tensor(float16)": "float16",
@@ -125,4 +126,4 @@ def _spec(value: ort.NodeArg) -> TensorSpec:
         "tensor(int32)": "int32",
         "tensor(bool)": "bool",
     }
-    return TensorSpec(value.name, kinds[value.type], tuple(d if isinstance(d, int) else None for d in value.shape))
+    return TensorSpec(value.name, kinds[value.type], dynamic(value.shape, axes))

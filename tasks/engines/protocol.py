@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self, cast
@@ -73,8 +73,14 @@ def open_engine(folder: Path) -> Session:
     return backend(described.backend).open(folder, described)
 
 
-def check_batch(batch: Arrays, inputs: Sequence[TensorSpec], max_batch: int) -> None:
-    """Raise Fault if an input is missing, has another type or shape, or they aren't as many each, 1 to `max_batch`."""
+def check_batch(
+    batch: Arrays, inputs: Sequence[TensorSpec], max_batch: int, axes: Mapping[str, int] | None = None
+) -> None:
+    """Raise Fault if an input is missing, has another type or shape, or they aren't as many each, 1 to `max_batch`.
+
+    A dynamic axis may have any size from 1 to that of `axes`.
+    """
+    largest = axes or {}
     for spec in inputs:
         if spec.name not in batch:
             raise Fault(
@@ -87,12 +93,13 @@ def check_batch(batch: Arrays, inputs: Sequence[TensorSpec], max_batch: int) -> 
         if (
             value.dtype.name != spec.dtype
             or value.ndim != len(spec.shape)
-            or any(e is not None and e != g for e, g in zip(spec.shape, value.shape, strict=True))
+            or any(not _fits(e, g, largest) for e, g in zip(spec.shape, value.shape, strict=True))
         ):
             raise Fault(
                 f"input {spec.name} doesn't fit",
                 got=f"{value.dtype.name} {value.shape}",
-                expected=f"{spec.dtype} {spec.shape}, None being the batch",
+                expected=f"{spec.dtype} {spec.shape}, None being the batch"
+                + "".join(f", {name} 1 to {size}" for name, size in largest.items()),
                 do="prepare it as the workload does",
             )
         if not 1 <= len(value) <= max_batch:
@@ -110,3 +117,9 @@ def check_batch(batch: Arrays, inputs: Sequence[TensorSpec], max_batch: int) -> 
             expected="as many of each",
             do="give every input of every sample",
         )
+
+
+def _fits(expected: int | str | None, got: int, axes: Mapping[str, int]) -> bool:
+    if isinstance(expected, str):
+        return 1 <= got <= axes.get(expected, got)
+    return expected is None or expected == got

@@ -16,7 +16,7 @@ from tasks import onnx_file, target
 from tasks.engines.protocol import Session
 from tasks.errors import Fault, Unavailable
 from tasks.files import sha256
-from tasks.manifest import Manifest, TensorSpec, require
+from tasks.manifest import Manifest, TensorSpec, dynamic, require
 from tasks.settings import BuildParams
 
 FILE = "engine.rtx"
@@ -40,6 +40,7 @@ def build(source: Path, folder: Path, spec: BuildParams) -> Manifest:
     Raises Fault, with the parser's node and operator or the builder's own words, if that fails.
     """
     model, log = onnx_file.load(source), _Log()
+    axes = onnx_file.axes(model)
     builder = trt.Builder(log)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, log)
@@ -58,8 +59,10 @@ def build(source: Path, folder: Path, spec: BuildParams) -> Manifest:
     profile = builder.create_optimization_profile()
     for i in range(network.num_inputs):
         tensor = network.get_input(i)
-        sample = tuple(tensor.shape)[1:]
-        profile.set_shape(tensor.name, (1, *sample), (min(8, spec.max_batch), *sample), (spec.max_batch, *sample))
+        sample = dynamic(tuple(tensor.shape), axes)[1:]
+        least = tuple(d if isinstance(d, int) else 1 for d in sample)
+        most = tuple(d if isinstance(d, int) else axes[str(d)] for d in sample)
+        profile.set_shape(tensor.name, (1, *least), (min(8, spec.max_batch), *most), (spec.max_batch, *most))
     config.add_optimization_profile(profile)
     blob = builder.build_serialized_network(network, config)
     if blob is None:
@@ -81,9 +84,10 @@ def build(source: Path, folder: Path, spec: BuildParams) -> Manifest:
             "engine": validity(bytes(blob)),
         },
         engine_file=FILE,
-        inputs=tuple(_spec(network.get_input(i)) for i in range(network.num_inputs)),
-        outputs=tuple(_spec(network.get_output(i)) for i in range(network.num_outputs)),
+        inputs=tuple(_spec(network.get_input(i), axes) for i in range(network.num_inputs)),
+        outputs=tuple(_spec(network.get_output(i), axes) for i in range(network.num_outputs)),
         max_batch=spec.max_batch,
+        axes=axes,
         threads=spec.threads,
         preprocessing=notes.get("preprocessing"),
         precision_asked=notes.get("precision", "as the model"),
@@ -115,10 +119,8 @@ def validity(blob: bytes) -> str:
     return "valid" if state == trt.EngineValidity.VALID else ", ".join(diagnostics) or state.name.lower()
 
 
-def _spec(tensor: Any) -> TensorSpec:
-    return TensorSpec(
-        tensor.name, np.dtype(trt.nptype(tensor.dtype)).name, tuple(None if d < 0 else d for d in tensor.shape)
-    )
+def _spec(tensor: Any, axes: dict[str, int]) -> TensorSpec:
+    return TensorSpec(tensor.name, np.dtype(trt.nptype(tensor.dtype)).name, dynamic(tuple(tensor.shape), axes))
 
 
 def open(folder: Path, described: Manifest) -> Session:
