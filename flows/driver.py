@@ -122,7 +122,10 @@ class Driver:
         return ended
 
 
-def sweep(folders: tuple[Path, ...] = (layout.DATA, layout.ARTIFACTS, layout.RESULTS, layout.LATEST.parent)) -> int:
+LEFT_IN = (layout.DATA, layout.ARTIFACTS, layout.RESULTS, layout.LATEST.parent, layout.STATE)
+
+
+def sweep(folders: tuple[Path, ...] = LEFT_IN) -> int:
     """Remove scratch files of processes that were killed; returns how many."""
     import shutil
 

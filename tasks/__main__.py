@@ -6,6 +6,7 @@ import ctypes
 import importlib
 import inspect
 import os
+import re
 import signal
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -37,7 +38,16 @@ def run(step: str, name: str | None) -> None:
     with _machine(step):
         report = function(**{key: values[key]() for key in inspect.signature(function).parameters})
     write_json(_report_path(step, name), report)
+    if name in tree.nodes:
+        _remove_states(name, tree)
     layout.failure(f"{step}@{name}" if name else step).unlink(missing_ok=True)
+
+
+def _remove_states(name: str, tree: params.Tree) -> None:
+    """The states of a finished step's trainings, NAME and NAME-1, NAME-2 …, but for other artifacts of such a name."""
+    for file in layout.resume(name).parent.glob(f"{name}*.pt"):
+        if re.fullmatch(rf"{re.escape(name)}(-\d+)?", file.stem) and (file.stem == name or file.stem not in tree.nodes):
+            file.unlink(missing_ok=True)
 
 
 def _machine(step: str) -> AbstractContextManager[None]:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import nn
 
+from tasks import batches
+from tasks import resume as states
+from tasks.errors import Fault
 from tasks.settings import FitParams
+from tasks.training import Epoch as Epoch
+from tasks.training import Training
+from tasks.workloads import protocol
 from tasks.workloads.protocol import Arrays, Workload
 
 Tensors = dict[str, torch.Tensor]
@@ -21,22 +25,12 @@ Masks = Mapping[str, torch.Tensor]
 Loss = Callable[[Tensors, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Epoch:
-    """One point of a learning curve; `validation` is the mean of the workload's first metric, in 0 … 1."""
-
-    epoch: int
-    loss: float
-    validation: float
-    seconds: float
-
-
-def seed_everything(seed: int, threads: int) -> None:
-    """Seed PyTorch and NumPy, ask for deterministic kernels, and fix the thread count."""
+def seed_everything(seed: int, threads: int | Literal["auto"]) -> None:
+    """Seed PyTorch and NumPy, ask for deterministic kernels, and fix the thread count: 1 until "auto" is measured."""
     torch.manual_seed(seed)
     np.random.seed(seed)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1 if threads == "auto" else threads)
 
 
 def forward(model: nn.Module, workload: Workload, inputs: Tensors) -> Tensors:
@@ -67,11 +61,28 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @torch.inference_mode()
 def predict(model: nn.Module, workload: Workload, arrays: Arrays, batch: int = 256) -> Arrays:
-    """Outputs [n, …] of a model in eval mode, in the order of the samples; each module's mode is restored."""
-    data, n = tensors(arrays), len(arrays["label"])
+    """Outputs [n, …] of a model in eval mode, in the order of the samples; each module's mode is restored.
+
+    With a dynamic axis, batches are of samples of similar length. Fault if an output has that axis.
+    """
+    inputs, lengths = {name: arrays[name] for name in workload.INPUTS}, protocol.lengths(workload, arrays)
+    order = batches.ordered(len(next(iter(inputs.values()))), batch, lengths)
     with eval_mode(model):
-        parts = [forward(model, workload, {k: v[i : i + batch] for k, v in data.items()}) for i in range(0, n, batch)]
-    return {name: torch.cat([part[name] for part in parts]).numpy() for name in workload.OUTPUTS}
+        parts = [forward(model, workload, batches.take(workload, inputs, rows, lengths)) for rows in order]
+    back = torch.cat(order).argsort()
+    return {name: _together(name, [part[name] for part in parts])[back].numpy() for name in workload.OUTPUTS}
+
+
+def _together(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
+    shapes = {tuple(part.shape[1:]) for part in parts}
+    if len(shapes) > 1:
+        raise Fault(
+            f"output {name} changes its shape from batch to batch",
+            got=" and ".join(str(s) for s in sorted(shapes)[:2]),
+            expected="one shape: outputs can't have the dynamic axis of the inputs",
+            do="reduce the axis in the model, or pad in `samples` and name no AXES",
+        )
+    return torch.cat(parts)
 
 
 def score(model: nn.Module, workload: Workload, arrays: Arrays) -> float:
@@ -113,43 +124,33 @@ def fit(
     """Train in place with AdamW (arXiv:1711.05101) under a one-cycle rate (arXiv:1708.07120).
 
     `loss(outputs, labels, index)` sees the rows `index` of the training split. The weights
-    of the best validation epoch are kept; a diverging run (non-finite loss) raises ValueError.
+    of the best validation epoch are kept; a loss or score that isn't finite raises ValueError.
     Where `masks` (parameter name → boolean) are False, weights are zero before the first step and after each.
-    Prints one line an epoch with the time left.
+    With a file `resume`, a training that was killed goes on after the last epoch whose state is there, to the
+    same weights; a state of other settings, weights, data or loss is left. Prints one line an epoch, and in
+    epochs above 20 s one every 10 s.
     """
     seed_everything(params.seed, params.threads)
-    data, n = tensors(train), len(train["label"])
-    steps = -(-n // params.batch)
     apply_masks(model, masks)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=params.lr, weight_decay=1e-2)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, params.lr, total_steps=max(2, steps * params.epochs))
-    best, weights, curve, start = -1.0, copy.deepcopy(model.state_dict()), [], time.monotonic()
-    for epoch in range(1, params.epochs + 1):
-        model.train()
-        total = 0.0
-        for index in torch.randperm(n).tensor_split(steps):
-            inputs = {name: value[index] for name, value in data.items()}
-            value = loss(forward(model, workload, inputs), inputs["label"], index)
-            if not torch.isfinite(value):
-                raise ValueError(f"the loss is {value.item()} in epoch {epoch}: lower lr (got {params.lr})")
-            optimizer.zero_grad(set_to_none=True)
-            value.backward()
-            optimizer.step()
-            apply_masks(model, masks)
-            schedule.step()
-            total += value.item() * len(index)
-        held_out, elapsed = score(model, workload, validation), time.monotonic() - start
-        curve.append(Epoch(epoch, total / n, held_out, elapsed))
-        left = elapsed / epoch * (params.epochs - epoch)
-        print(
-            f"epoch {epoch}/{params.epochs} · loss {total / n:.3f} · validation {held_out:.1%} · {left:.0f} s left",
-            flush=True,
-        )
-        if held_out > best:
-            best, weights = held_out, copy.deepcopy(model.state_dict())
-    model.load_state_dict(weights)
+    lengths = protocol.lengths(workload, train)
+
+    def value(rows: torch.Tensor) -> torch.Tensor:
+        inputs = batches.take(workload, train, rows, lengths)
+        return loss(forward(model, workload, inputs), inputs["label"], rows)
+
+    run = Training(model, params, len(train["label"]), lengths, value, lambda: apply_masks(model, masks))
+    belongs_to = states.digest(params, model, masks, train, validation) if resume else ""
+    if not (resume and run.go_on(states.load(resume, belongs_to))):
+        seed_everything(params.seed, params.threads)
+        run.choose_threads()
+    while not run.finished:
+        mean = run.epoch()
+        run.end_epoch(mean, score(model, workload, validation))
+        if resume:
+            run.save(resume, belongs_to)
+    model.load_state_dict(run.weights)
     model.eval()
-    return curve
+    return run.curve
 
 
 def fine_tune(

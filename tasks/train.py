@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks import checkpoint, fit
+from tasks import checkpoint, fit, layout
 from tasks.data import read
 from tasks.settings import TrainParams
 from tasks.workloads.protocol import load_workload
@@ -25,6 +25,7 @@ def train(workload: Path, data: Path, target: Path, params: TrainParams) -> Trai
     task = load_workload(workload)
     fit.seed_everything(params.seed, params.threads)
     model = task.model(**params.model)
-    curve = fit.fit(model, task, read(data / "train.npz"), read(data / "validation.npz"), params, fit.task_loss(task))
+    splits = read(data / "train.npz"), read(data / "validation.npz")
+    curve = fit.fit(model, task, *splits, params, fit.task_loss(task), resume=layout.resume(target.name))
     checkpoint.save(checkpoint.Checkpoint(model, workload.as_posix(), params.model), target)
     return TrainReport(fit.parameters(model), max(e.validation for e in curve), curve)

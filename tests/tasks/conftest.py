@@ -125,3 +125,9 @@ def free_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def text() -> Any:
     """The tiny text workload: a BERT of four layers on a dynamic axis, with its oracle."""
     return load_workload(TINY / "text.py")
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No training goes on from another test's state."""
+    monkeypatch.setattr(layout, "STATE", tmp_path / ".enginesmith")

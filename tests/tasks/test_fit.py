@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,18 +10,18 @@ import torch
 from torch import nn
 
 from tasks import fit
-from tasks.data import read
+from tasks.errors import Fault
 from tasks.settings import FitParams, PruneParams
 
 
-@pytest.fixture
-def train_split(data_folder: Path) -> Any:
-    return read(data_folder / "train.npz")
+@pytest.fixture(scope="session")
+def train_split(tiny: Any) -> Any:
+    return {name: value[:400] for name, value in tiny.samples(1)[0].items()}
 
 
-@pytest.fixture
-def validation_split(data_folder: Path) -> Any:
-    return read(data_folder / "validation.npz")
+@pytest.fixture(scope="session")
+def validation_split(tiny: Any) -> Any:
+    return {name: value[400:500] for name, value in tiny.samples(1)[0].items()}
 
 
 @pytest.fixture
@@ -102,7 +101,7 @@ def test_a_worse_last_epoch_is_not_kept(tiny: Any, model: nn.Module, train_split
         loss = tiny.loss(outputs, labels)
         return loss if steps <= 7 else -100 * loss
 
-    curve = fit.fit(model, tiny, train_split, validation_split, FitParams(epochs=2, batch=64, lr=5e-2), destructive)
+    curve = fit.fit(model, tiny, train_split, validation_split, FitParams(epochs=4, batch=64, lr=5e-2), destructive)
     assert curve[-1].validation < max(e.validation for e in curve)
     assert fit.score(model, tiny, validation_split) == max(e.validation for e in curve)
 
@@ -174,3 +173,87 @@ def test_without_epochs_only_the_masks_change_the_model(
     assert fit.fine_tune(model, tiny, train_split, validation_split, params, masks={"head.weight": mask}) == []
     for name, p in model.named_parameters():
         assert torch.equal(p, before[name] * mask if name == "head.weight" else before[name])
+
+
+@pytest.fixture(scope="session")
+def sentences(text: Any) -> Any:
+    """Training and validation samples of the text workload, from its first 300."""
+    arrays, _ = text.samples(0)
+    return {k: v[:200] for k, v in arrays.items()}, {k: v[200:300] for k, v in arrays.items()}
+
+
+@pytest.fixture
+def reader(text: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return text.model(layers=1, width=16)
+
+
+def test_outputs_do_not_depend_on_padding_and_keep_the_samples_order(
+    text: Any, reader: nn.Module, sentences: Any
+) -> None:
+    arrays, _ = sentences
+    with fit.eval_mode(reader), torch.inference_mode():
+        whole = fit.forward(reader, text, fit.tensors(arrays))["logits"].numpy()
+    assert len(set(text.lengths(arrays))) > 5
+    for batch in (1, 7, 256):
+        np.testing.assert_allclose(fit.predict(reader, text, arrays, batch)["logits"], whole, atol=1e-5)
+
+
+def test_bucketed_batches_are_cut_to_their_longest_and_see_each_sample_once_an_epoch(
+    text: Any, reader: nn.Module, sentences: Any
+) -> None:
+    arrays, held_out = sentences
+    used, seen, shapes = text.lengths(arrays), [], []
+    real = reader.forward
+
+    def watch_forward(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        if reader.training:
+            shapes.append(input_ids.shape)
+        return real(input_ids, attention_mask)
+
+    def watch(outputs: Any, labels: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        assert torch.equal(labels, torch.from_numpy(arrays["label"])[index])
+        assert shapes[-1] == (len(index), used[index].max())
+        seen.append(index.tolist())
+        return text.loss(outputs, labels)
+
+    reader.forward = watch_forward  # type: ignore[method-assign]
+    fit.fit(reader, text, arrays, held_out, FitParams(epochs=2, batch=10), watch)
+    first, second = ([row for batch in epoch for row in batch] for epoch in (seen[:20], seen[20:]))
+    assert sorted(first) == sorted(second) == list(range(200))
+    assert first != second
+    assert sum(n * length for n, length in shapes) < 1.25 * 2 * used.sum()
+    longest = [length for _, length in shapes[:20]]
+    assert longest != sorted(longest) and longest != sorted(longest, reverse=True)
+
+
+def test_an_output_with_the_dynamic_axis_is_refused(text: Any, sentences: Any) -> None:
+    class Tagger(nn.Module):
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+            return input_ids.float()
+
+    with pytest.raises(Fault, match="output logits changes its shape from batch to batch"):
+        fit.predict(Tagger(), text, sentences[0], batch=10)
+
+
+def test_a_score_that_is_no_number_is_refused(
+    make_workload: Any, tiny: Any, model: nn.Module, train_split: Any, validation_split: Any
+) -> None:
+    task = make_workload(None, tiny.INPUTS)
+    task.METRICS = {"broken": lambda out, y: np.full(len(y), np.nan)}
+    with pytest.raises(ValueError, match="validation score is nan in epoch 1"):
+        fit.fine_tune(model, task, train_split, validation_split, FitParams(epochs=1))
+
+
+def test_training_stops_when_patience_runs_out(
+    tiny: Any, model: nn.Module, train_split: Any, validation_split: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def destructive(outputs: Any, labels: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return -tiny.loss(outputs, labels)
+
+    params = FitParams(epochs=9, batch=100, lr=1e-2, patience=2)
+    curve = fit.fit(model, tiny, train_split, validation_split, params, destructive)
+    best = max(curve, key=lambda e: e.validation)
+    assert len(curve) == best.epoch + 2 < 9
+    assert fit.score(model, tiny, validation_split) == best.validation
+    assert f"stopped after epoch {len(curve)} of 9: none better than epoch {best.epoch}" in capsys.readouterr().out

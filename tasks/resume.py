@@ -1,0 +1,50 @@
+"""The state of a training after its last epoch, so that one that was killed goes on from there."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tasks.files import atomic
+from tasks.settings import FitParams
+from tasks.workloads.protocol import Arrays
+
+
+def digest(params: FitParams, model: nn.Module, masks: Mapping[str, torch.Tensor] | None, *splits: Arrays) -> str:
+    """What a training's state belongs to: settings, initial weights, masks, data with labels, PyTorch's version."""
+    found = hashlib.sha256(f"{torch.__version__} {type(params).__name__} {params.model_dump_json()}".encode())
+    arrays = [{name: torch.from_numpy(value) for name, value in split.items()} for split in splits]
+    for named in (model.state_dict(), masks or {}, *arrays):
+        for name, value in sorted(named.items()):
+            if isinstance(value, torch.Tensor):
+                found.update(f"\0{name} {value.dtype} {tuple(value.shape)}\0".encode())
+                found.update(value.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+            else:
+                found.update(f"\0{name} {value!r}\0".encode())
+    return found.hexdigest()
+
+
+def save(path: Path, state: dict[str, Any]) -> None:
+    """Write a state; the file is whole or the one before."""
+    with atomic(path) as scratch:
+        torch.save(state, scratch)
+
+
+def load(path: Path, belongs_to: str) -> dict[str, Any] | None:
+    """The state in a file, if it belongs to this training; else None, and a line says why."""
+    if not path.is_file():
+        return None
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        print(f"{path} can't be read ({type(error).__name__}): training from the start", flush=True)
+        return None
+    if not isinstance(state, dict) or state.get("digest") != belongs_to:
+        print(f"{path} is of other settings, weights or data: training from the start", flush=True)
+        return None
+    return state
