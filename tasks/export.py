@@ -18,7 +18,7 @@ import torch
 from onnx_ir.passes.common import DeduplicateInitializersPass
 from torch import nn
 
-from tasks import checkpoint, onnx_file, recurrent
+from tasks import checkpoint, onnx_file, recurrent, two_of_four
 from tasks.data import read
 from tasks.errors import Fault
 from tasks.files import atomic_folder, sha256, size_bytes
@@ -32,7 +32,10 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class ExportReport:
-    """Opset found in the file, its bytes with sidecars, and the largest error relative to the output's range."""
+    """Opset found in the file, its bytes with sidecars, and the largest error relative to the output's range.
+
+    `sparse_layers` says of each matrix product whether it is 2:4 sparse; none if the model wasn't made so.
+    """
 
     opset: int
     size_bytes: int
@@ -40,28 +43,38 @@ class ExportReport:
     nodes: int
     largest_error: float
     proof_batches: tuple[int, ...]
+    sparse_layers: list[two_of_four.SparseLayer]
 
 
 def export(source: Path, data: Path, target: Path, params: ExportParams) -> ExportReport:
     """Write `target/model.onnx`.
 
     Raises Fault if the opset in the file isn't the one asked for, an axis of the batch is
-    fixed, or batches of 1, 3 and 7 differ from PyTorch by more than 1e-3 of the output's range.
+    fixed, batches of 1, 3 and 7 differ from PyTorch by more than 1e-3 of the output's range, or a
+    layer that was made 2:4 sparse isn't in the file.
     """
     parent = checkpoint.load(source)
+    made = two_of_four.made(parent.model, parent.masks)
     with atomic_folder(target) as folder:
         notes = {
             "precision": "fp32",
             "preprocessing": parent.workload.PREPROCESSING,
             "model_sha256": sha256(source / checkpoint.FILE),
             "axes": json.dumps(axes(parent.workload)),
+            **two_of_four.notes(made),
         }
         to_onnx(parent.model, parent.workload, folder / onnx_file.FILE, params.opset, params.external_data, notes)
         model = onnx_file.load(folder)
         check_file(model, params.opset)
         error = parity(parent.model, parent.workload, folder, read(data / "validation.npz"))
         report = ExportReport(
-            onnx_file.opset(model), size_bytes(folder), sha256(folder), len(model.graph.node), error, PROOF_BATCHES
+            onnx_file.opset(model),
+            size_bytes(folder),
+            sha256(folder),
+            len(model.graph.node),
+            error,
+            PROOF_BATCHES,
+            two_of_four.check(model, made) if made else [],
         )
     return report
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from tasks import onnx_file
+from tasks import onnx_file, two_of_four
 from tasks.calibration import ENTROPY_BINS, Reader, check_ranges, check_samples
 from tasks.data import read
 from tasks.errors import Fault
@@ -37,7 +37,7 @@ class QuantizeReport:
 
     `dynamic_nodes` counts matrix products whose activations are quantised batch by batch; with
     those there is no calibration, and its digest is None. `snr_db` is the signal-to-noise ratio
-    in decibels, `cosine` the cosine similarity.
+    in decibels, `cosine` the cosine similarity. `sparse_layers` is as in the export's report.
     """
 
     quantize_nodes: int
@@ -49,6 +49,7 @@ class QuantizeReport:
     sha256: str
     snr_db: dict[str, float]
     cosine: dict[str, float]
+    sparse_layers: list[two_of_four.SparseLayer]
 
 
 def quantize(source: Path, workload: Path, data: Path, target: Path, params: QuantizeParams) -> QuantizeReport:
@@ -57,13 +58,15 @@ def quantize(source: Path, workload: Path, data: Path, target: Path, params: Qua
     With dynamic activations nothing is calibrated; that split only serves to compare outputs.
 
     Raises Fault for unusable calibration data, a range or scale that is not finite and
-    positive, or outputs that are mostly noise (below 3 dB against the parent's).
+    positive, outputs that are mostly noise (below 3 dB against the parent's), or a layer of the
+    parent that is 2:4 sparse no more.
     """
     task = load_workload(workload)
     split = data / "calibration.npz"
     samples = {k: v[: params.samples] for k, v in read(split).items()}
     check_samples(samples, largest(task))
     parent, dynamic = onnx_file.load(source), params.activations == "dynamic"
+    sparse = two_of_four.made_in(parent)
     with atomic_folder(target) as folder, tempfile.TemporaryDirectory() as scratch:
         copy = Path(scratch) / "source"
         shutil.copytree(source, copy)
@@ -101,6 +104,7 @@ def quantize(source: Path, workload: Path, data: Path, target: Path, params: Qua
             sha256(folder),
             snr,
             cosine,
+            two_of_four.check(model, sparse) if sparse else [],
         )
 
 
