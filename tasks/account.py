@@ -2,7 +2,8 @@
 
 Counted on the model as it is, so that pruned, factorised and shared models are right by
 construction. Multiply-adds are those of convolutions and matrix products (Sze et al. 2017,
-arXiv:1703.09039, section III); a batch norm, an activation or a pooling counts none.
+arXiv:1703.09039, section III), those inside an attention too; a batch norm, an activation or a
+pooling counts none. Zeros of a sparse weight count as any other number.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tasks import checkpoint, fit
+from tasks import checkpoint, fit, products
+from tasks.closed_form import ClosedForm, closed_form
 from tasks.workloads import protocol
 from tasks.workloads.protocol import Workload
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer, or one parameter outside of layers, for a batch of one sample.
+    """One layer, or what a module that holds layers owns or multiplies itself, for a batch of one sample.
 
     `parameters` and `bytes` are of tensors not counted in an earlier layer, so that a tied
     weight counts once. `multiply_adds` and `activation_bytes` add up over all its calls.
@@ -41,7 +43,8 @@ class AccountReport:
     """Totals, and the layers that they are the sums of.
 
     `bytes` holds parameters and buffers. `peak_activation_bytes` is the largest input plus
-    output of a single call: the least that any schedule must hold at once.
+    output of a single call: the least that any schedule must hold at once. `closed_form` is of a
+    BERT before compression, and None for other models.
     """
 
     parameters: int
@@ -50,6 +53,7 @@ class AccountReport:
     activation_bytes: int
     peak_activation_bytes: int
     layers: list[LayerCost]
+    closed_form: ClosedForm | None = None
 
 
 @dataclass(frozen=True)
@@ -82,16 +86,27 @@ def difference(before: AccountReport, after: AccountReport, renamed: Mapping[str
     """Compare two accounts layer by layer; `renamed` maps a layer's old name, or a prefix of it, to the new one,
     or to "" if it is gone.
 
-    A layer of `before` is matched with the one of its name in `after`, or with those below that
-    name; one that is gone has 0 after, one that is new has 0 before.
+    A layer of `after` counts for the one of its name in `before`, else for the nearest above that
+    name, such as the layer that it is a factor of; one that is gone has 0 after, one that is new
+    has 0 before.
     """
-    left = {layer.name: layer for layer in after.layers}
-    changes = []
+    places: dict[str, str] = {}
     for old in before.layers:
-        name = _new_name(old.name, renamed or {})
-        news = [left.pop(n) for n in list(left) if name is not None and (n == name or n.startswith(f"{name}."))]
-        changes.append(_change(old.name, [old], news))
-    changes += [_change(layer.name, [], [layer]) for layer in left.values()]
+        new = _new_name(old.name, renamed or {})
+        if new is not None:
+            places.setdefault(new, old.name)
+    found: dict[str, list[LayerCost]] = {}
+    new_ones = []
+    for layer in after.layers:
+        above = layer.name
+        while above and above not in places:
+            above = above.rpartition(".")[0]
+        if above in places and (above or not layer.name):
+            found.setdefault(places[above], []).append(layer)
+        else:
+            new_ones.append(layer)
+    changes = [_change(old.name, [old], found.get(old.name, [])) for old in before.layers]
+    changes += [_change(layer.name, [], [layer]) for layer in new_ones]
     used = [c for c in changes if any((c.bytes_before, c.bytes_after, c.multiply_adds_before, c.multiply_adds_after))]
     return Difference(
         before.parameters,
@@ -133,20 +148,17 @@ def count(model: nn.Module, task: Workload) -> AccountReport:
     """Run one sample through the model in eval mode and add up what every layer did."""
     calls: dict[nn.Module, list[tuple[int, int, int]]] = {}
 
-    def hook(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
-        made, read = _bytes(output), _bytes(inputs)
-        calls.setdefault(module, []).append((multiply_adds(module, inputs, output), made, made + read))
+    def called(module: nn.Module, inputs: tuple[object, ...], output: object, multiply_adds: int) -> None:
+        leaf = not list(module.children())
+        made, held = (_bytes(output), _bytes(output) + _bytes(inputs)) if leaf else (0, 0)
+        calls.setdefault(module, []).append((multiply_adds, made, held))
 
-    leaves = {name: m for name, m in model.named_modules() if not list(m.children())}
-    hooks = [m.register_forward_hook(hook) for m in leaves.values()]
     example = fit.tensors(protocol.example(task, 1))
-    try:
-        with torch.inference_mode(), fit.eval_mode(model):
-            fit.forward(model, task, example)
-    finally:
-        for handle in hooks:
-            handle.remove()
-    layers = _layers(model, leaves, calls)
+    with torch.inference_mode(), fit.eval_mode(model), products.counting(model, called):
+        outputs = fit.forward(model, task, example)
+    layers = _layers(model, calls)
+    first, output = next(iter(example.values())), outputs[task.OUTPUTS[0]]
+    counted = [(layer.name, layer.parameters, layer.multiply_adds) for layer in layers]
     return AccountReport(
         parameters=sum(layer.parameters for layer in layers),
         bytes=sum(layer.bytes for layer in layers),
@@ -154,36 +166,20 @@ def count(model: nn.Module, task: Workload) -> AccountReport:
         activation_bytes=sum(layer.activation_bytes for layer in layers),
         peak_activation_bytes=max((held for all_calls in calls.values() for _, _, held in all_calls), default=0),
         layers=layers,
+        closed_form=closed_form(model, first[0].numel(), output, counted),
     )
 
 
-def multiply_adds(module: nn.Module, inputs: tuple[object, ...], output: object) -> int:
-    """Multiply-adds of one call of a layer; 0 for a layer without a product of weights.
-
-    A convolution takes in_channels / groups · kernel per output value, a transposed one
-    out_channels / groups · kernel per input value, a linear layer in_features per output value.
-    """
-    if isinstance(module, nn.Linear) and isinstance(output, torch.Tensor):
-        return output.numel() * module.in_features
-    if isinstance(module, nn.modules.conv._ConvTransposeNd) and isinstance(inputs[0], torch.Tensor):
-        return inputs[0].numel() * module.weight[0].numel()
-    if isinstance(module, nn.modules.conv._ConvNd) and isinstance(output, torch.Tensor):
-        return output.numel() * module.weight[0].numel()
-    return 0
-
-
-def _layers(
-    model: nn.Module, leaves: dict[str, nn.Module], calls: dict[nn.Module, list[tuple[int, int, int]]]
-) -> list[LayerCost]:
-    """Every leaf, and every other module that holds tensors of its own."""
+def _layers(model: nn.Module, calls: dict[nn.Module, list[tuple[int, int, int]]]) -> list[LayerCost]:
+    """Every leaf, and every other module that holds tensors of its own or multiplies."""
     seen: set[int] = set()
     layers = []
     for name, module in model.named_modules():
         parameters, size = _own(module, seen)
         done = calls.get(module, [])
-        if name in leaves or size:
-            made = sum(m for _, m, _ in done)
-            macs = sum(m for m, _, _ in done)
+        made = sum(m for _, m, _ in done)
+        macs = sum(m for m, _, _ in done)
+        if size or macs or not list(module.children()):
             layers.append(LayerCost(name, type(module).__name__, len(done), parameters, size, macs, made))
     return layers
 

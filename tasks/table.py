@@ -12,6 +12,7 @@ from tasks.report import ordered, row
 
 if TYPE_CHECKING:
     from tasks.account import AccountReport
+    from tasks.closed_form import ClosedForm
 
 STYLES = {
     "promoted": "bold green",
@@ -62,7 +63,7 @@ def show(summary: dict[str, Any], console: Console) -> None:
 
 
 def show_account(name: str, found: AccountReport, console: Console) -> None:
-    """Print what a model costs for one sample, layer by layer and in total."""
+    """Print what a model costs for one sample, layer by layer and in total, and the closed form of a BERT."""
     table = Table(title=f"{name}, one sample", title_justify="left", show_footer=True)
     columns: list[tuple[str, str]] = [
         ("layer", "total"),
@@ -80,3 +81,32 @@ def show_account(name: str, found: AccountReport, console: Console) -> None:
         table.add_row(layer.name or "(model)", layer.kind, *(f"{n:,}" for n in counts))
     console.print(table)
     console.print(f"at least {found.peak_activation_bytes:,} bytes of activations are held at once")
+    if found.closed_form is not None:
+        _show_closed_form(found.closed_form, console)
+
+
+def _show_closed_form(form: ClosedForm, console: Console) -> None:
+    dimensions = ", ".join(f"{letter} {size:,}" for letter, size in form.dimensions.items())
+    table = Table(title=f"counted, and a BERT of {dimensions}", title_justify="left", show_footer=True)
+    parts = form.parts
+    columns = [
+        ("part", "total"),
+        ("parameters =", ""),
+        ("closed form", f"{sum(part.parameters_closed_form for part in parts):,}"),
+        ("counted", f"{sum(part.parameters_counted for part in parts):,}"),
+        ("multiply-adds =", ""),
+        ("closed form", f"{sum(part.multiply_adds_closed_form for part in parts):,}"),
+        ("counted", f"{sum(part.multiply_adds_counted for part in parts):,}"),
+    ]
+    for heading, footer in columns:
+        table.add_column(heading, footer=footer, justify="right" if heading in ("closed form", "counted") else "left")
+    for part in parts:
+        one = (part.parameters_formula, f"{part.parameters_closed_form:,}", f"{part.parameters_counted:,}")
+        two = (part.multiply_adds_formula, f"{part.multiply_adds_closed_form:,}", f"{part.multiply_adds_counted:,}")
+        table.add_row(part.name, *one, *two)
+    console.print(table)
+    same = all(
+        (p.parameters_closed_form, p.multiply_adds_closed_form) == (p.parameters_counted, p.multiply_adds_counted)
+        for p in parts
+    )
+    console.print("they agree" if same else "they differ: the closed form is of the model before compression")
