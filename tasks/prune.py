@@ -1,9 +1,7 @@
-"""Structured channel pruning with batch-norm recalibration and fine-tuning.
+"""Pruning of weights, channels, attention heads or whole layers, with recovery by fine-tuning.
 
-Channels are removed in dependency groups, so that residual sums and their neighbours stay
-consistent: DepGraph, Fang et al. 2023, arXiv:2301.12900 (the Torch-Pruning library).
-Importance: L2 magnitude of a group's filters (Li et al. 2017, arXiv:1608.08710), first-order
-Taylor (Molchanov et al. 2019, arXiv:1906.10771), or random as a control.
+One file for each granularity: `prune_weights`, `prune_channels`, `prune_heads`, `prune_layers`. In several
+steps, the share that is gone follows the cubic schedule of Zhu and Gupta 2017, arXiv:1710.01878.
 """
 
 from __future__ import annotations
@@ -12,138 +10,106 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import torch_pruning as tp
 from torch import nn
 
-from tasks import checkpoint, fit
+from tasks import account, checkpoint, fit, layout
 from tasks.data import read
 from tasks.errors import Fault
+from tasks.prune_channels import prune_channels, widths
+from tasks.prune_heads import prune_heads
+from tasks.prune_layers import prune_layers, renamed
+from tasks.prune_ranking import Cut, Layer, output_layers
+from tasks.prune_weights import prune_weights
 from tasks.settings import PruneParams
 from tasks.workloads.protocol import Arrays, Workload
 
-PRUNABLE = (nn.modules.conv._ConvNd, nn.Linear)
+__all__ = ["Layer", "PruneReport", "Stage", "output_layers", "prune", "prune_channels", "recalibrate", "widths"]
+
+CUTS = {"weight": prune_weights, "channel": prune_channels, "head": prune_heads, "layer": prune_layers}
+DENSE = (
+    "zeros among dense weights cost what other numbers cost: no engine gets faster by it; "
+    "channels, heads and layers do that"
+)
 
 
 @dataclass(frozen=True)
-class Layer:
-    """Channels of one layer before and after, and why it kept them all, if it did."""
+class Stage:
+    """One step of iterative pruning: the share gone by then, and validation scores in 0 … 1 of its recovery."""
 
-    name: str
-    inputs_before: int
-    inputs_after: int
-    outputs_before: int
-    outputs_after: int
-    kept_because: str | None
+    ratio: float
+    validation_pruned: float
+    validation_recalibrated: float
+    validation: float
 
 
 @dataclass(frozen=True)
 class PruneReport:
-    """What was pruned, and validation scores in 0 … 1 after each stage of the recovery."""
+    """What was pruned, in the unit of `granularity`, and validation scores in 0 … 1.
 
-    parameters_before: int
-    parameters_after: int
+    `validation_pruned` and `validation_recalibrated` are of the last stage, `removed` names whole
+    layers that are gone.
+    """
+
+    granularity: str
+    cost: account.Difference
     layers: list[Layer]
+    removed: list[str]
+    stages: list[Stage]
     validation_before: float
     validation_pruned: float
     validation_recalibrated: float
     validation: float
     curve: list[fit.Epoch]
+    note: str | None
 
 
 def prune(source: Path, data: Path, target: Path, params: PruneParams) -> PruneReport:
-    """Prune the model of `source`, recalibrate, fine-tune, and write `target/model.pt`.
+    """Prune the model of `source`, recalibrate, fine-tune, as often as `steps`, and write `target/model.pt`.
 
-    Raises Fault if no layer can be pruned with these settings.
+    Raises Fault if the model has nothing of this granularity, or nothing of it can go with these settings.
     """
     fit.seed_everything(params.seed, params.threads)
     parent = checkpoint.load(source)
     model, task = parent.model, parent.workload
     train, validation = read(data / "train.npz"), read(data / "validation.npz")
-    parameters, score = fit.parameters(model), fit.score(model, task, validation)
-    layers = prune_channels(model, task, train, params)
-    if all(layer.outputs_before == layer.outputs_after for layer in layers):
-        reasons = "; ".join(f"{layer.name}: {layer.kept_because}" for layer in layers)
-        raise Fault(
-            f"nothing to prune in {source.name}",
-            got=reasons,
-            expected="at least one layer to lose channels",
-            do="lower round_to or raise ratio",
-        )
-    pruned = fit.score(model, task, validation)
-    recalibrate(model, task, train)
-    recalibrated = fit.score(model, task, validation)
-    curve = fit.fine_tune(model, task, train, validation, params)
-    checkpoint.save(replace(parent, model=model), target)
-    final = max((e.validation for e in curve), default=recalibrated)
-    return PruneReport(parameters, fit.parameters(model), layers, score, pruned, recalibrated, final, curve)
-
-
-def prune_channels(model: nn.Module, task: Workload, train: Arrays, params: PruneParams) -> list[Layer]:
-    """Remove `ratio` of each layer's output channels in place, down to multiples of `round_to`.
-
-    The layers that make the model's outputs keep theirs, and so does any layer with no more
-    than `round_to` channels; every other keeps at least `round_to`.
-    """
-    example = {name: torch.from_numpy(train[name][:2]) for name in task.INPUTS}
-    protected = output_layers(model, task, example)
-    before = {n: widths(m) for n, m in model.named_modules() if isinstance(m, PRUNABLE)}
-    outputs = {m: widths(m)[1] for m in model.modules() if isinstance(m, PRUNABLE)}
-    narrow = {m for m, width in outputs.items() if width <= params.round_to}
-    # A layer that the ratio would take below `round_to` stops there; the library would leave it whole.
-    ratios = {m: min(params.ratio, 1 - (params.round_to + 0.5) / w) for m, w in outputs.items() if m not in narrow}
-    pruner = tp.pruner.MagnitudePruner(
-        model,
-        tuple(example.values()),
-        importance=_importance(params.importance),
-        pruning_ratio=params.ratio,
-        pruning_ratio_dict=ratios,
-        round_to=params.round_to,
-        ignored_layers=list(protected | narrow),
+    before, score = account.count(model, task), fit.score(model, task, validation)
+    cut = Cut([], parent.masks)
+    stages: list[Stage] = []
+    curve: list[fit.Epoch] = []
+    for step, ratio in enumerate(ratios(params), start=1):
+        last, cut = cut, CUTS[params.granularity](model, task, train, params, ratio, cut)
+        if _same(last, cut):
+            continue
+        pruned = fit.score(model, task, validation)
+        recalibrate(model, task, train)
+        recalibrated = fit.score(model, task, validation)
+        resume = layout.resume(f"{target.name}-{step}")
+        epochs = fit.fine_tune(model, task, train, validation, params, masks=cut.masks, resume=resume)
+        stages.append(Stage(ratio, pruned, recalibrated, max((e.validation for e in epochs), default=recalibrated)))
+        curve += [replace(epoch, epoch=epoch.epoch + len(curve)) for epoch in epochs]
+    if not stages:
+        raise _nothing(source.name, cut.layers, params)
+    structure = (*parent.structure, *cut.structure)
+    checkpoint.save(replace(parent, model=model, masks=cut.masks, structure=structure), target)
+    names = renamed(cut.structure, {layer.name: layer.before for layer in cut.layers})
+    return PruneReport(
+        granularity=params.granularity,
+        cost=account.difference(before, account.count(model, task), names),
+        layers=cut.layers,
+        removed=[name for name, new in names.items() if not new],
+        stages=stages,
+        validation_before=score,
+        validation_pruned=stages[-1].validation_pruned,
+        validation_recalibrated=stages[-1].validation_recalibrated,
+        validation=stages[-1].validation,
+        curve=curve,
+        note=DENSE if params.granularity == "weight" else None,
     )
-    if params.importance == "taylor":
-        _accumulate_gradients(model, task, train, params)
-    pruner.step()
-    model.zero_grad(set_to_none=True)
-    layers = []
-    for name, module in model.named_modules():
-        if isinstance(module, PRUNABLE):
-            after = widths(module)
-            layers.append(
-                Layer(
-                    name,
-                    before[name][0],
-                    after[0],
-                    before[name][1],
-                    after[1],
-                    _reason(module, before[name][1], protected, params),
-                )
-            )
-    return layers
 
 
-def output_layers(model: nn.Module, task: Workload, example: fit.Tensors) -> set[nn.Module]:
-    """The layers that reach an output of the model with no other layer in between."""
-    made: dict[object, nn.Module] = {}
-    hooks = [
-        m.register_forward_hook(lambda m, _, out: made.update({out.grad_fn: m}))
-        for m in model.modules()
-        if isinstance(m, PRUNABLE)
-    ]
-    with torch.enable_grad():
-        outputs = fit.forward(
-            model.eval(), task, {n: v.requires_grad_(v.is_floating_point()) for n, v in example.items()}
-        )
-    for hook in hooks:
-        hook.remove()
-    found, todo, seen = set(), [v.grad_fn for v in outputs.values()], set()
-    while todo:
-        node = todo.pop()
-        if node in made:
-            found.add(made[node])
-        elif node is not None and node not in seen:
-            seen.add(node)
-            todo += [before for before, _ in node.next_functions]
-    return found
+def ratios(params: PruneParams) -> list[float]:
+    """The share gone after each step: ratio · (1 - (1 - t/steps)³), so that most goes early."""
+    return [params.ratio * (1 - (1 - t / params.steps) ** 3) for t in range(1, params.steps + 1)]
 
 
 def recalibrate(model: nn.Module, task: Workload, train: Arrays, batch: int = 256) -> None:
@@ -151,9 +117,11 @@ def recalibrate(model: nn.Module, task: Workload, train: Arrays, batch: int = 25
 
     All else stays in eval mode; batches are equal within one sample, so that none weighs more.
     """
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    momenta = [m.momentum for m in norms]
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
     model.eval()
+    if not norms:
+        return
+    momenta = [m.momentum for m in norms]
     for norm in norms:
         norm.reset_running_stats()
         norm.momentum = None
@@ -167,34 +135,17 @@ def recalibrate(model: nn.Module, task: Workload, train: Arrays, batch: int = 25
     model.eval()
 
 
-def widths(module: nn.Module) -> tuple[int, int]:
-    """Input and output channels (or features) of a convolution or linear layer."""
-    if isinstance(module, nn.Linear):
-        return module.in_features, module.out_features
-    assert isinstance(module, nn.modules.conv._ConvNd)
-    return module.in_channels, module.out_channels
+def _same(last: Cut, cut: Cut) -> bool:
+    """Whether a step took nothing away."""
+    there = {layer.name: layer.before for layer in cut.layers} | {layer.name: layer.after for layer in last.layers}
+    return all(there[layer.name] == layer.after for layer in cut.layers)
 
 
-def _importance(kind: str) -> tp.importance.Importance:
-    if kind == "taylor":
-        return tp.importance.GroupTaylorImportance()
-    return tp.importance.RandomImportance() if kind == "random" else tp.importance.GroupMagnitudeImportance(p=2)
-
-
-def _accumulate_gradients(
-    model: nn.Module, task: Workload, train: Arrays, params: PruneParams, batches: int = 8
-) -> None:
-    for i in range(batches):
-        part = {k: torch.from_numpy(v[i * params.batch : (i + 1) * params.batch]) for k, v in train.items()}
-        if len(part["label"]):
-            task.loss(fit.forward(model, task, part), part["label"]).backward()
-
-
-def _reason(module: nn.Module, before: int, protected: set[nn.Module], params: PruneParams) -> str | None:
-    if widths(module)[1] != before:
-        return None
-    if module in protected:
-        return "it makes an output of the model"
-    if before <= params.round_to:
-        return f"it has {before} channels, and round_to is {params.round_to}"
-    return f"nothing could go from its group at ratio {params.ratio} and round_to {params.round_to}"
+def _nothing(name: str, layers: list[Layer], params: PruneParams) -> Fault:
+    reasons = [f"{layer.name}: {layer.kept_because}" for layer in layers]
+    return Fault(
+        f"nothing to prune in {name}",
+        got="; ".join(reasons[:12]) + (f"; and {len(reasons) - 12} more" if len(reasons) > 12 else ""),
+        expected=f"at least one layer to lose {params.granularity}s",
+        do="raise ratio" + (" or lower round_to" if params.granularity == "channel" else ""),
+    )

@@ -95,10 +95,10 @@ class PruneParams(Step, FitParams):
     """Pruning of weights, channels, attention heads or whole layers, with fine-tuning.
 
     `ratio` is the share removed: of each layer's weights, channels or heads (`scope: layer`) or of
-    all of them together (`scope: global`); of the layers for `granularity: layer`. `round_to` is
-    the multiple that every remaining channel count keeps. `importance` ranks what goes first.
-    `only` names the layers that may lose something, as globs. With `steps` above 1 pruning is
-    iterative: the ratio is reached in so many steps, each with `epochs` of fine-tuning.
+    all of them together (`scope: global`); of the layers of a stack for `granularity: layer`. `round_to`
+    is the multiple that every remaining channel count keeps. `importance` ranks what goes first;
+    `norm_scale` is for channels. `only` names the layers (or attentions) that may lose something, as
+    globs. With `steps` above 1 the ratio is reached in so many steps, each with `epochs` of fine-tuning.
     """
 
     granularity: Literal["weight", "channel", "head", "layer"] = "channel"
@@ -110,6 +110,12 @@ class PruneParams(Step, FitParams):
     steps: Positive = 1
     epochs: Recovery = 3
     lr: Rate = 1e-3
+
+    @model_validator(mode="after")
+    def _ranked(self) -> Self:
+        if self.importance == "norm_scale" and self.granularity != "channel":
+            raise ValueError("importance norm_scale with granularity channel; magnitude, taylor or random with others")
+        return self
 
 
 class SparsifyParams(Step, FitParams):
@@ -172,6 +178,8 @@ class DistillParams(Step, FitParams):
 
     The loss is `alpha` times the soft labels' at `temperature`, plus 1 - `alpha` times the
     task's, plus `hidden` times the hidden states', plus `attention` times the attention maps'.
+    `pairs` maps layers of the student to those of the teacher whose hidden states they learn;
+    without it, block m of M learns from block m N / M of N.
     """
 
     teacher: str
@@ -180,16 +188,27 @@ class DistillParams(Step, FitParams):
     alpha: Annotated[Number, Field(ge=0, le=1)] = 0.7
     hidden: Weight = 0.0
     attention: Weight = 0.0
+    pairs: Annotated[dict[str, str], Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _something(self) -> Self:
+        if not (self.alpha or self.hidden or self.attention):
+            raise ValueError("alpha, hidden or attention above 0: with all at 0 there is nothing to distil")
+        if self.pairs and not self.hidden:
+            raise ValueError("hidden above 0, or no pairs: they are for hidden states only")
+        return self
 
 
 class QatParams(Step, FitParams):
-    """Quantisation-aware training: INT8, signed, symmetric, per-channel weights.
+    """Quantisation-aware training: INT8, per-channel weights, symmetric.
 
-    Ranges start from `samples` calibration samples.
+    Ranges come from `samples` calibration samples. `style` names who will run it: `tensorrt` (signed;
+    ONNX Runtime takes it too, slowly) or `onnxruntime` (unsigned activations, weights of 7 bits).
     """
 
     format: Literal["int8"] = "int8"
-    calibration: Literal["max", "percentile", "mse", "entropy"] = "max"
+    style: Literal["tensorrt", "onnxruntime"] = "tensorrt"
+    calibration: Literal["max", "percentile", "entropy"] = "max"
     samples: Positive = 256
     epochs: Positive = 2
     lr: Rate = 1e-4

@@ -86,7 +86,7 @@ def prune_model(make_workload: Any, images: Any) -> Any:
 
     def run(model: nn.Module, outputs: tuple[str, ...] = ("logits",), **changes: Any) -> dict[str, Any]:
         task = make_workload(model, {"image": ("float32", (1, 8, 8))}, outputs)
-        return {layer.name: layer for layer in prune_channels(model, task, images, params(**changes))}
+        return {layer.name: layer for layer in prune_channels(model, task, images, params(**changes)).layers}
 
     return run
 
@@ -124,10 +124,10 @@ def test_channels_are_multiples_and_never_none(
     model = Chain(20, 13)
     layers = prune_model(model, ratio=ratio, round_to=round_to, importance=importance)
     for layer in (layers["first"], layers["second"]):
-        assert layer.outputs_after < layer.outputs_before
-        assert layer.outputs_after >= round_to
-        assert layer.outputs_after % round_to == 0
-        assert layer.outputs_after >= int(layer.outputs_before * (1 - ratio)) // round_to * round_to
+        assert layer.after < layer.before
+        assert layer.after >= round_to
+        assert layer.after % round_to == 0
+        assert layer.after >= int(layer.before * (1 - ratio)) // round_to * round_to
     assert model(torch.from_numpy(images["image"])).shape == (50, 3)
 
 
@@ -155,13 +155,13 @@ def test_layers_that_make_outputs_are_protected(
     found = output_layers(model, task, {"image": torch.zeros(2, 1, 8, 8)})
     assert {name for name, m in model.named_modules() if m in found} == protected
     layers = prune_model(model, outputs)
-    assert {name for name, layer in layers.items() if layer.outputs_after == layer.outputs_before} == protected
+    assert {name for name, layer in layers.items() if layer.after == layer.before} == protected
     assert all(layers[name].kept_because == "it makes an output of the model" for name in protected)
 
 
 def test_a_convolution_that_ends_the_model_is_protected(prune_model: Any, images: Any) -> None:
     model = nn.Sequential(nn.Conv2d(1, 16, 3), nn.ReLU(), nn.ConvTranspose2d(16, 8, 3))
-    assert prune_model(model)["2"].outputs_after == 8
+    assert prune_model(model)["2"].after == 8
     assert model(torch.from_numpy(images["image"])).shape == (50, 8, 8, 8)
     assert model[0].out_channels == 8
 
@@ -175,7 +175,7 @@ def test_residual_sums_keep_equal_widths(artifact: Any) -> None:
 def test_grouped_convolutions_stay_whole(prune_model: Any, images: Any, groups: int) -> None:
     model = Grouped(groups)
     layers = prune_model(model)
-    assert layers["grouped"].outputs_after == layers["first"].outputs_after == 8
+    assert layers["grouped"].after == layers["first"].after == 8
     assert model.grouped.in_channels % model.grouped.groups == 0
     assert model(torch.from_numpy(images["image"])).shape == (50, 3)
 
@@ -183,7 +183,7 @@ def test_grouped_convolutions_stay_whole(prune_model: Any, images: Any, groups: 
 def test_concatenated_layers_feed_what_is_left(prune_model: Any, images: Any) -> None:
     model = Joined()
     layers = prune_model(model)
-    assert layers["both"].inputs_after == layers["left"].outputs_after + layers["right"].outputs_after == 12
+    assert model.both.in_channels == layers["left"].after + layers["right"].after == 12
     assert model(torch.from_numpy(images["image"])).shape == (50, 3)
 
 
@@ -191,7 +191,7 @@ def test_what_was_skipped_is_listed_with_the_reason(prune_model: Any) -> None:
     layers = prune_model(Chain(16, 4))
     assert layers["first"].kept_because is None
     assert layers["second"].kept_because == "it has 4 channels, and round_to is 4"
-    assert layers["second"].outputs_after == 4
+    assert layers["second"].after == 4
 
 
 def test_recalibrated_statistics_are_those_of_the_split(make_workload: Any, images: Any) -> None:
@@ -207,7 +207,8 @@ def test_recalibrated_statistics_are_those_of_the_split(make_workload: Any, imag
 def test_the_report_is_of_the_models(artifact: Any, line: Path, tiny: Any, data_folder: Path) -> None:
     report = read_json(line / "results/prune/slim.json")
     before, after = checkpoint.load(artifact("base")).model, checkpoint.load(artifact("slim")).model
-    assert (report["parameters_before"], report["parameters_after"]) == (fit.parameters(before), fit.parameters(after))
+    cost = report["cost"]
+    assert (cost["parameters_before"], cost["parameters_after"]) == (fit.parameters(before), fit.parameters(after))
     validation = read(data_folder / "validation.npz")
     score = (predict(after, tiny, validation)["logits"].argmax(1) == validation["label"]).mean()
     assert report["validation"] == pytest.approx(score)

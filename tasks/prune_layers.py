@@ -1,0 +1,172 @@
+"""Pruning of whole layers of a stack, such as the layers of a Transformer.
+
+What goes is what changes its input least: 1 - the cosine between a layer's input and output over
+training samples ("magnitude" here; ShortGPT, Men et al. 2024, arXiv:2403.03853; Gromov et al.
+2024, arXiv:2403.17887, on how many can go), or what changes the loss least to the first order:
+|gradient · (output - input)| ("taylor"); random as a control.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from tasks import fit
+from tasks.checkpoint import Masks
+from tasks.errors import Fault
+from tasks.prune_ranking import Candidate, Cut, Layer, batches, few, named, require_named, starts, weakest
+from tasks.settings import PruneParams
+from tasks.structure import Kept
+from tasks.transformer import stacks
+from tasks.workloads import protocol
+from tasks.workloads.protocol import Arrays, Workload
+
+Stacks = dict[str, list[nn.Module]]
+Call = tuple[nn.Module, torch.Tensor, torch.Tensor]
+
+
+def prune_layers(model: nn.Module, task: Workload, train: Arrays, params: PruneParams, ratio: float, last: Cut) -> Cut:
+    """Remove the share `ratio` of the layers of every stack in place; a stack keeps at least one.
+
+    `only` matches the layers' names before the first cut. Raises Fault if the model has no stack
+    whose layers run one after the other.
+    """
+    running = running_stacks(model, task)
+    if not running and last.layers:
+        return last
+    if not running:
+        raise Fault(
+            "no layers to prune",
+            got=f"stacks of like layers: {few(list(stacks(model)))}",
+            expected="a ModuleList or Sequential of layers of one class and shape that run one after the other, "
+            "each with an output of its input's shape",
+            do="prune channels, heads or weights",
+        )
+    now = {name: len(layers) for name, layers in running.items()}
+    before = starts(last, now)
+    names = {n: [f"{n}.{i}" for i in originals(n, before[n], last.structure)] for n in running}
+    require_named([name for some in names.values() for name in some], params)
+    free = {n: torch.tensor([named(name, params) for name in names[n]]) for n in running}
+    scores = importance(model, task, train, params, running)
+    candidates = [Candidate(n, scores[n].masked_fill(~free[n], torch.inf), before[n]) for n in running]
+    gone = {
+        n: {i for i in some if free[n][i]}
+        for n, some in zip(running, weakest(candidates, ratio, params.scope), strict=True)
+    }
+    cuts = tuple(Kept(n, tuple(i for i in range(now[n]) if i not in gone[n])) for n in running if gone[n])
+    for cut in cuts:
+        cut.apply(model)
+    left = {**now, **{cut.name: len(cut.layers) for cut in cuts}}
+    layers = {layer.name: layer for layer in last.layers}
+    layers |= {n: Layer(n, before[n], left[n], _reason(before[n], left[n], ratio)) for n in running}
+    return Cut(list(layers.values()), _masks(last.masks, renamed(cuts, now)), (*last.structure, *cuts))
+
+
+def running_stacks(model: nn.Module, task: Workload) -> Stacks:
+    """The stacks whose layers run once each, in order, with an output of their input's shape."""
+    found = stacks(model)
+    with torch.no_grad():
+        calls, _ = _run(model, task, found, fit.tensors(protocol.example(task, 2)))
+    return {
+        name: layers
+        for name, layers in found.items()
+        if [module for module, _, _ in calls[name]] == layers and all(x.shape == y.shape for _, x, y in calls[name])
+    }
+
+
+def importance(
+    model: nn.Module, task: Workload, train: Arrays, params: PruneParams, running: Stacks
+) -> dict[str, torch.Tensor]:
+    """A score [layers] for each stack: sums over samples of the mean change; padding counts nothing."""
+    if params.importance == "random":
+        return {name: torch.rand(len(layers)) for name, layers in running.items()}
+    taylor = params.importance == "taylor"
+    sums = {name: torch.zeros(len(layers)) for name, layers in running.items()}
+    for part in batches(task, train, params):
+        used = protocol.lengths(task, {name: part[name].numpy() for name in task.INPUTS})
+        with torch.set_grad_enabled(taylor):
+            calls, outputs = _run(model, task, running, part)
+        made = [y for some in calls.values() for _, _, y in some]
+        loss = task.loss(outputs, part["label"])
+        slopes = iter(torch.autograd.grad(loss, made, materialize_grads=True) if taylor else made)
+        for name, some in calls.items():
+            changes = [_slope(x, y, next(slopes)) if taylor else _turn(x, y, used) for _, x, y in some]
+            sums[name] += torch.stack([change.sum() for change in changes]).detach()
+    return sums
+
+
+def _turn(before: torch.Tensor, after: torch.Tensor, used: np.ndarray | None) -> torch.Tensor:
+    """1 - cosine of input and output [n, tokens, d], a mean over the tokens that `used` counts; of [n, …] else."""
+    if used is None or before.dim() != 3:
+        return 1 - nn.functional.cosine_similarity(before.flatten(1), after.flatten(1))
+    real = (torch.arange(before.shape[1]) < torch.from_numpy(used)[:, None]).float()
+    change = 1 - nn.functional.cosine_similarity(before, after, dim=2)
+    return (change * real).sum(1) / real.sum(1).clamp(min=1)
+
+
+def _slope(before: torch.Tensor, after: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """How far the loss moves, to the first order, when a layer's output becomes its input; one for each sample."""
+    return (gradient * (after - before)).flatten(1).sum(1).abs()
+
+
+def _run(
+    model: nn.Module, task: Workload, found: Stacks, inputs: fit.Tensors
+) -> tuple[dict[str, list[Call]], fit.Tensors]:
+    """Every call of the stacks' layers in order, with its first input and output; and the model's outputs."""
+    calls: dict[str, list[Call]] = {name: [] for name in found}
+
+    def hook(name: str) -> Any:
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            first = args[0] if args else next(iter(kwargs.values()))
+            calls[name].append((module, first, output[0] if isinstance(output, tuple) else output))
+
+        return keep
+
+    hooks = [
+        layer.register_forward_hook(hook(name), with_kwargs=True)
+        for name, layers in found.items()
+        for layer in dict.fromkeys(layers)
+    ]
+    try:
+        with fit.eval_mode(model):
+            return calls, fit.forward(model, task, inputs)
+    finally:
+        for handle in hooks:
+            handle.remove()
+
+
+def originals(stack: str, before: int, structure: Sequence[Kept]) -> list[int]:
+    """What the layers of a stack that are left were numbered before it was cut."""
+    alive = list(range(before))
+    for change in structure:
+        alive = [alive[i] for i in change.layers] if change.name == stack else alive
+    return alive
+
+
+def renamed(structure: Sequence[Kept], before: Mapping[str, int]) -> dict[str, str]:
+    """Names of the stacks' layers before they were cut, and after; "" for those that are gone."""
+    names = {}
+    for stack in dict.fromkeys(change.name for change in structure):
+        alive = originals(stack, before[stack], structure)
+        names |= {f"{stack}.{i}": f"{stack}.{alive.index(i)}" if i in alive else "" for i in range(before[stack])}
+    return names
+
+
+def _masks(masks: Masks, names: Mapping[str, str]) -> Masks:
+    """Masks under the new names of their layers; those of layers that are gone are dropped."""
+    kept = {}
+    for key, mask in masks.items():
+        old = next((name for name in names if key.startswith(f"{name}.")), None)
+        if old is None:
+            kept[key] = mask
+        elif names[old]:
+            kept[names[old] + key.removeprefix(old)] = mask
+    return kept
+
+
+def _reason(before: int, after: int, ratio: float) -> str | None:
+    return f"none of its {before} layers could go at ratio {ratio:.3g}" if before == after else None
