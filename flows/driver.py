@@ -14,7 +14,7 @@ from flows.child import Children, Stopped
 from flows.dag import Dag, Stage
 from flows.machine import Machine
 from flows.progress import Progress, log_name
-from tasks import layout
+from tasks import layout, params
 from tasks.errors import Fault
 from tasks.files import write_json
 
@@ -53,6 +53,7 @@ class Driver:
         self.children = Children({"ENGINESMITH_FLOW_RUN": self.flow_run or ""})
         self.progress = Progress(self.console, len(self.dag.stages), self.children)
         self._machine = Machine(cores)
+        self._tree = params.load(layout.PARAMS, models=False)
         self._lock = threading.Lock()
 
     def stage(self, name: str) -> Ended:
@@ -92,7 +93,7 @@ class Driver:
         return touched and self.dag.changed(stage.name)
 
     def _run(self, stage: Stage) -> tuple[Ended, float]:
-        with self._machine.hold(stage.alone):
+        with self._machine.hold(stage.alone, threads(stage.name, self._tree)):
             began = self.dag.begin(stage.name)
             outcome = self.children.run(stage.name, stage.command, layout.LOGS / log_name(stage.name), stage.timeout_s)
         reason = outcome.reason
@@ -120,6 +121,13 @@ class Driver:
             self.ended[ended.stage] = ended
         self.progress.ended(ended.stage, ended.how, seconds, ended.reason or "")
         return ended
+
+
+def threads(stage: str, tree: params.Tree) -> int | None:
+    """How many threads a stage's artifact asks for: 1 if it doesn't say, None for as many as turn out the fastest."""
+    node = tree.nodes.get(stage.partition("@")[2])
+    asked = getattr(node.settings, "threads", 1) if node else 1
+    return None if asked == "auto" else int(asked)
 
 
 LEFT_IN = (layout.DATA, layout.ARTIFACTS, layout.RESULTS, layout.LATEST.parent, layout.STATE)

@@ -32,7 +32,7 @@ Rate = Annotated[Number, Field(gt=0)]
 
 
 def _threads(value: Any) -> Any:
-    if value != "auto" and int(_whole(value)) < 1:
+    if value != "auto" and (not isinstance(value, int | str) or int(_whole(value)) < 1):
         raise ValueError("a whole number of at least 1, or auto")
     return value
 

@@ -4,9 +4,14 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
+import pytest
+
+from flows.driver import threads as threads_of
 from flows.machine import Machine
+from tasks.settings import BuildParams, ExportParams, TrainParams
 
 
 class Trace:
@@ -47,6 +52,41 @@ def test_stages_share_the_cores_and_measuring_is_alone(tmp_path: Path) -> None:
         assert not thread.is_alive()
     assert trace.most_shared == 2
     assert trace.overlaps == 0
+
+
+@pytest.mark.parametrize("asked", [2, None, 9])
+def test_stages_of_several_threads_never_exceed_the_cores(tmp_path: Path, asked: int | None) -> None:
+    machine, busy, most, lock = Machine(3, tmp_path / "lock"), [0], [0], threading.Lock()
+
+    def work(threads: int | None) -> None:
+        cores = min(threads or 3, 3)
+        with machine.hold(False, threads):
+            with lock:
+                busy[0] += cores
+                most[0] = max(most[0], busy[0])
+            time.sleep(0.03)
+            with lock:
+                busy[0] -= cores
+
+    threads = [threading.Thread(target=work, args=(asked if i % 2 else 1,)) for i in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert most[0] == 3
+
+
+def test_what_a_stage_asks_for_is_its_artifacts(tmp_path: Path) -> None:
+    tree = types.SimpleNamespace(
+        nodes={
+            "base": types.SimpleNamespace(settings=TrainParams(threads="auto")),
+            "ort": types.SimpleNamespace(settings=BuildParams(**{"from": "x"}, backend="onnxruntime", threads=2)),
+            "onnx": types.SimpleNamespace(settings=ExportParams(**{"from": "base"})),
+        }
+    )
+    asked = {s: threads_of(s, tree) for s in ("train@base", "build@ort", "evaluate@ort", "export@onnx", "compare")}
+    assert asked == {"train@base": None, "build@ort": 2, "evaluate@ort": 2, "export@onnx": 1, "compare": 1}
 
 
 def test_another_process_that_measures_keeps_this_one_out(tmp_path: Path) -> None:
