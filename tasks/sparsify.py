@@ -23,7 +23,7 @@ from tasks.data import read
 from tasks.errors import Fault
 from tasks.factorize import second_moments
 from tasks.permute import columns, kept, permute
-from tasks.prune import output_layers
+from tasks.prune_ranking import output_layers
 from tasks.settings import SparsifyParams
 from tasks.workloads.protocol import Arrays, Workload
 
