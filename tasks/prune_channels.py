@@ -98,7 +98,7 @@ def prune_channels(
         candidates.append(
             Candidate(root, scores.view(group.parts, -1).mean(0).cpu(), before[root] // group.parts, multiple)
         )
-    for group, units in zip(groups, weakest(candidates, ratio, params.scope), strict=True):
+    for group, units in zip(groups, weakest(candidates, ratio, params), strict=True):
         reason = _kept(widths(group.root)[1], ratio, params)
         if units:
             reason = _remove(model, task, group, units)

@@ -67,7 +67,7 @@ def prune_heads(model: nn.Module, task: Workload, train: Arrays, params: PrunePa
             fits.append(heads)
     scores = importance(model, task, train, params, fits)
     candidates = [Candidate(h.name, scores[h.name], before[h.name]) for h in fits]
-    for heads, gone in zip(fits, weakest(candidates, ratio, params.scope), strict=True):
+    for heads, gone in zip(fits, weakest(candidates, ratio, params), strict=True):
         if gone:
             reasons[heads.name] = remove(model, task, heads, gone)
         elif heads.attention.heads == before[heads.name]:

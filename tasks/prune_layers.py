@@ -54,8 +54,7 @@ def prune_layers(model: nn.Module, task: Workload, train: Arrays, params: PruneP
     scores = importance(model, task, train, params, running)
     candidates = [Candidate(n, scores[n].masked_fill(~free[n], torch.inf), before[n]) for n in running]
     gone = {
-        n: {i for i in some if free[n][i]}
-        for n, some in zip(running, weakest(candidates, ratio, params.scope), strict=True)
+        n: {i for i in some if free[n][i]} for n, some in zip(running, weakest(candidates, ratio, params), strict=True)
     }
     cuts = tuple(Kept(n, tuple(i for i in range(now[n]) if i not in gone[n])) for n in running if gone[n])
     for cut in cuts:

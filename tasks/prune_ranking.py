@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -59,19 +60,21 @@ class Candidate:
     multiple: int = 1
 
 
-def weakest(candidates: Sequence[Candidate], ratio: float, scope: str) -> list[list[int]]:
+def weakest(candidates: Sequence[Candidate], ratio: float, params: PruneParams) -> list[list[int]]:
     """Units of each candidate that go, so that the share `ratio` of what there was at the start is gone.
 
-    With scope `layer` every candidate loses that share, what is left rounded down to its multiple.
-    With scope `global` all are ranked together, in blocks that keep the multiples, so that the
-    total comes as near to the share as blocks allow. A candidate keeps at least its multiple.
+    With scope `layer` every candidate loses that share, what is left rounded down to its multiple,
+    or up as long as `ratio` is short of the one asked for. With scope `global` all are ranked
+    together, in blocks that keep the multiples, so that the total comes as near to the share as
+    blocks allow. A candidate keeps at least its multiple.
     """
-    if scope == "global":
+    if params.scope == "global":
         return _weakest_of_all(candidates, ratio)
     gone = []
     for one in candidates:
-        kept = int(one.before * (1 - ratio) + 1e-9)
-        kept = max(kept - kept % one.multiple, min(one.multiple, len(one.scores)))
+        share = one.before * (1 - ratio) / one.multiple
+        kept = one.multiple * (math.floor(share + 1e-9) if ratio >= params.ratio else math.ceil(share - 1e-9))
+        kept = max(kept, one.multiple)
         gone.append(_ascending(one.scores)[: max(0, len(one.scores) - kept)])
     return gone
 
@@ -85,7 +88,8 @@ def _weakest_of_all(candidates: Sequence[Candidate], ratio: float) -> list[list[
         for start, end in itertools.pairwise(cuts):
             blocks.append((float(one.scores[order[start:end]].mean()), place, order[start:end]))
     there, total = sum(len(one.scores) for one in candidates), sum(one.before for one in candidates)
-    left, gone = total * ratio - (total - there), [[] for _ in candidates]  # type: tuple[float, list[list[int]]]
+    left = total * ratio - (total - there)
+    gone: list[list[int]] = [[] for _ in candidates]
     for _, place, block in sorted(blocks, key=lambda item: item[0]):
         if len(block) / 2 > left:
             break

@@ -45,14 +45,12 @@ def prune_weights(model: nn.Module, task: Workload, train: Arrays, params: Prune
         for n, m in owners.items()
     }
     before = starts(last, there)
-    layers, seen = [], set()
+    layers = []
     for name, module in owners.items():
         key = parameters[id(module.weight)]
-        reason = reasons[name] or (None if key in chosen else "its weight is shared with a layer that stays whole")
-        reason = "its weight is counted in another layer" if key in seen else reason
-        seen.add(key)
         left = int(masks[key].sum()) if key in masks else there[name]
-        layers.append(Layer(name, before[name], left, reason if left == before[name] else None))
+        reason = reasons[name] or "its weight is shared with a layer that stays whole"
+        layers.append(Layer(name, before[name], left, reason if key not in chosen else None))
     return Cut(layers, masks)
 
 

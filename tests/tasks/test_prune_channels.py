@@ -150,10 +150,21 @@ def test_a_global_share_is_met_as_nearly_as_multiples_allow(seed: int, multiple:
     rng = np.random.default_rng(seed)
     sizes = [16, 20, 40, 8, 64]
     candidates = [Candidate(str(n), torch.from_numpy(rng.random(n)), n, multiple) for n in sizes]
-    gone = [len(g) for g in weakest(candidates, 0.4, "global")]
+    gone = [len(g) for g in weakest(candidates, 0.4, params(ratio=0.4, scope="global"))]
     assert abs(sum(gone) - 0.4 * sum(sizes)) <= multiple
     assert all(n - g >= multiple and (g == 0 or (n - g) % multiple == 0) for n, g in zip(sizes, gone, strict=True))
-    assert weakest(candidates, 0.99, "global") == weakest(candidates, 0.99, "layer") or multiple == 1
+
+
+def test_steps_on_the_way_take_no_more_than_their_share() -> None:
+    candidates = [Candidate("a", torch.arange(32.0), 32, 8), Candidate("b", torch.arange(12.0), 12, 8)]
+    kept = [
+        [
+            len(one.scores) - len(gone)
+            for one, gone in zip(candidates, weakest(candidates, ratio, params()), strict=True)
+        ]
+        for ratio in (0.2, 0.4, 0.5)
+    ]
+    assert kept == [[32, 12], [24, 8], [16, 8]]
 
 
 def test_a_count_off_the_multiples_of_eight_is_noted(pruned: Any) -> None:
