@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tasks import layout, results, tracking
+from tasks import curves, layout, results, tracking
 from tasks.files import read_json
 from tasks.gates import metric
 from tasks.params import Tree
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
 
 PARENT = "mlflow.parentRunId"
+BATCH = 1000  # The most that MLflow takes at once.
 METRICS = ("accuracy", "accuracy_change", "speedup", "latency_ms")
 
 
@@ -130,7 +131,13 @@ def _log(store: MlflowClient, experiment: str, parent: str, variant: Variant, tr
         params = [Param(k, str(v)[:6000]) for k, v in lineage_params(tree, variant.lineage).items()]
         now = int(time.time() * 1e3)
         metrics = [Metric(k, v, now, 0) for k, v in flat_metrics(variant).items()]
-        store.log_batch(run, metrics=metrics, params=params)
+        for point in curves.points(tree, variant.lineage):
+            name = f"{point.step}/{point.artifact}"
+            metrics.append(Metric(f"{name}/loss", point.loss, now, point.epoch))
+            metrics.append(Metric(f"{name}/validation", point.validation, now, point.epoch))
+        store.log_batch(run, params=params)
+        for start in range(0, len(metrics), BATCH):
+            store.log_batch(run, metrics=metrics[start : start + BATCH])
         for file in (
             layout.artifact(variant.name) / "manifest.json",
             *(layout.report(s, variant.name) for s in ("build", "evaluate", "benchmark")),

@@ -1,4 +1,4 @@
-"""The summary of a run: `summary.json`, a page with the Pareto plot, and a table for DVC's plots."""
+"""The summary of a run: `summary.json`, a page with the Pareto plot, and tables for DVC's plots."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tasks import layout, results
+from tasks import curves, layout, results
 from tasks.compare import WINS
 from tasks.files import atomic_folder, digest_of, read_json, sha256, write_json
 from tasks.gates import shown
@@ -40,12 +40,13 @@ class ReportReport:
 
 
 def report(tree: Tree, workload: Path, here: Target, data: Path, target: Path) -> ReportReport:
-    """Write `summary.json`, `index.html` and `variants.csv` into the folder `target`."""
+    """Write `summary.json`, `index.html`, `variants.csv` and `curves.csv` into the folder `target`."""
     summary = summarize(tree, workload, here, data)
     with atomic_folder(target) as folder:
         write_json(folder / "summary.json", summary)
         (folder / "index.html").write_text(page(summary))
         _table(folder / "variants.csv", summary)
+        curves.write(folder / "curves.csv", tree)
     return ReportReport(len(summary["variants"]), sha256(target / "summary.json"))
 
 

@@ -22,6 +22,7 @@ COPIED = (
     "pyproject.toml",
     "constraints.txt",
     ".dvc/config",
+    ".dvc/plots",
     ".dvcignore",
     ".gitignore",
 )

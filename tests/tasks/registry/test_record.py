@@ -83,6 +83,19 @@ def test_a_run_holds_lineage_numbers_tags_and_files(place: Any) -> None:
     }
 
 
+def test_a_run_holds_the_learning_curves_of_its_lineage(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tasks.record.BATCH", 7)
+    report = place.record()
+    run = report.runs["thin-ort"]
+    curve = read_json(layout.report("train", "thin"))["curve"]
+    for key in ("loss", "validation"):
+        history = sorted(place.store.get_metric_history(run, f"train/thin/{key}"), key=lambda m: m.step)
+        assert [(m.step, m.value) for m in history] == [(e["epoch"], e[key]) for e in curve]
+    assert len(curve) == 4
+    metrics = place.store.get_run(run).data.metrics
+    assert metrics["speedup"] and not [name for name in metrics if "/wide/" in name]
+
+
 def test_ranking_by_accuracy_latency_and_size(place: Any) -> None:
     scores = read(layout.scores("wide-ort"))["scores"]
     write(layout.scores("wide-ort"), {"scores": np.where(np.arange(len(scores)) < 9, 0.0, scores)})
