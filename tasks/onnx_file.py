@@ -89,6 +89,15 @@ def load(folder: Path) -> onnx.ModelProto:
     return model
 
 
+def save(model: onnx.ModelProto, path: Path, external_data: bool) -> None:
+    """Write a model, with its weights in a file beside it if `external_data`."""
+    if external_data:
+        # Small tensors stay inside: ONNX Runtime reads no shapes from a sidecar.
+        onnx.save(model, path, save_as_external_data=True, location=f"{path.name}.data", size_threshold=1024)
+    else:
+        onnx.save(model, path)
+
+
 def serialized(model: onnx.ModelProto, name: str) -> bytes:
     """A model with its weights as one file's bytes; Fault if it is larger than such a file can be."""
     size = sum(len(tensor.raw_data) for graph in graphs(model.graph) for tensor in graph.initializer)

@@ -36,6 +36,10 @@ def counting(model: nn.Module, called: Called) -> Iterator[None]:
         inside[-1] += done
         called(module, inputs, output, recurrent(module, output) if isinstance(module, nn.RNNBase) else own)
 
+    # The counter follows gradients, and fails on a parameter that a module is called with, as fake quantisers are.
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -45,6 +49,8 @@ def counting(model: nn.Module, called: Called) -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+        for parameter in trained:
+            parameter.requires_grad_(True)
         for handle in handles:
             handle.remove()
 

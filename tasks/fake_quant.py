@@ -1,0 +1,330 @@
+"""Fake quantisers in a model: NVIDIA ModelOpt's, placed so that an integer engine can follow them.
+
+Batch norms are first folded into the convolution before them (Jacob et al. 2018, arXiv:1712.05877,
+section 3.2), since an engine would. Every convolution and linear layer then quantises its input,
+with one scale, and its weight, with one scale for each output channel (Wu et al. 2020,
+arXiv:2004.09602). A sum around convolutions would bring floating point back, so its operands are
+quantised too: one that a convolution reads as well shares that convolution's quantiser.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from tasks import fit
+from tasks.calibration import check_ranges
+from tasks.structure import replace_module
+from tasks.workloads.protocol import Arrays, Workload
+
+CONVOLUTION = nn.modules.conv._ConvNd
+ADDS = (torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__)
+ADDS_IN_PLACE = (torch.Tensor.add_, torch.Tensor.__iadd__)
+BINS = 512
+BIAS_STEPS = 2.0**30
+WEIGHT_BITS = {"tensorrt": 8, "onnxruntime": 7}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where quantisers are: all that is needed to put them into a fresh model.
+
+    `folded` maps a batch norm to the convolution it went into. `layers` are quantised at their
+    input and weight, those in `outputs` at their output as well; inputs in `unsigned` are never negative.
+    """
+
+    style: str
+    folded: dict[str, str] = field(default_factory=dict)
+    layers: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    unsigned: tuple[str, ...] = ()
+
+    def settings(self) -> dict[str, Any]:
+        """As plain dictionaries, lists and strings."""
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+
+
+def restore(model: nn.Module, settings: dict[str, Any]) -> None:
+    """Put back the quantisers that `Plan.settings` describes; their ranges are 1 until a state dict is loaded."""
+    names = {key: tuple(settings[key]) for key in ("layers", "outputs", "unsigned")}
+    plan = Plan(settings["style"], settings["folded"], **names)
+    for norm, conv in plan.folded.items():
+        fold(model, norm, conv)
+    insert(model, plan)
+    Sums(model, plan)
+
+
+def prepare(model: nn.Module, task: Workload, samples: Arrays, style: str) -> tuple[Plan, dict[str, str], list[str]]:
+    """Fold and put quantisers into the model, in place, where its run on samples shows them to be needed.
+
+    Returns the plan, the layers left out with the reason, and a line on each sum around convolutions.
+    """
+    example = fit.tensors({name: samples[name][:2] for name in task.INPUTS})
+    folded = foldable(model, task, example)
+    for norm, conv in folded.items():
+        fold(model, norm, conv)
+    lowest = _lowest_inputs(model, task, samples)
+    layers = tuple(n for n, m in model.named_modules() if isinstance(m, CONVOLUTION | nn.Linear) and n in lowest)
+    skipped = {
+        name: "its forward is never called: another module uses its weight"
+        for name, module in model.named_modules()
+        if isinstance(module, CONVOLUTION | nn.Linear) and name not in lowest
+    }
+    unsigned = tuple(n for n in layers if lowest[n] >= 0) if style == "onnxruntime" else ()
+    plan = Plan(style, folded, layers, (), unsigned)
+    insert(model, plan)
+    sums = Sums(model, plan)
+    with _observing(model):
+        fit.predict(model, task, {k: v[:2] for k, v in samples.items()})
+    plan = replace(plan, outputs=tuple(sorted(sums.wanted)))
+    configure(model, plan)
+    return plan, skipped, list(sums.seen)
+
+
+def insert(model: nn.Module, plan: Plan) -> None:
+    """Turn the plan's layers into ModelOpt's, in place; a layer that stands at several names is turned once."""
+    from modelopt.torch.quantization.nn import QuantModuleRegistry
+
+    for name in plan.layers:
+        module = model.get_submodule(name)
+        if not hasattr(module, "weight_quantizer"):
+            QuantModuleRegistry.convert(module)
+    configure(model, plan)
+
+
+def configure(model: nn.Module, plan: Plan) -> None:
+    """Set every quantiser as planned, with ranges of 1."""
+    for name in plan.layers:
+        module: Any = model.get_submodule(name)
+        axis = 1 if isinstance(module, nn.modules.conv._ConvTransposeNd) else 0
+        weight = module._parameters["weight"]
+        ranges = torch.ones([size if i == axis else 1 for i, size in enumerate(weight.shape)])
+        _set(module.input_quantizer, 8, None, name in plan.unsigned, torch.ones(()))
+        _set(module.weight_quantizer, WEIGHT_BITS[plan.style], axis, False, ranges)
+        if name in plan.outputs:
+            _set(module.output_quantizer, 8, None, False, torch.ones(()))
+
+
+def _set(quantizer: Any, bits: int, axis: int | None, unsigned: bool, ranges: torch.Tensor) -> None:
+    quantizer.set_from_attribute_config(
+        {"num_bits": bits, "axis": axis, "unsigned": unsigned, "narrow_range": False, "enable": True}
+    )
+    quantizer.amax = ranges
+    if unsigned:
+        quantizer.register_forward_pre_hook(_saturate)
+
+
+def _saturate(_: nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
+    """What calibration never saw below 0 is cut off there, as an unsigned integer does; ModelOpt would raise."""
+    return None if torch.onnx.is_in_onnx_export() else (inputs[0].clamp_min(0),)
+
+
+def quantizers(model: nn.Module) -> dict[str, Any]:
+    """Every enabled quantiser of a model, by name."""
+    from modelopt.torch.quantization.nn import TensorQuantizer
+
+    return {n: m for n, m in model.named_modules() if isinstance(m, TensorQuantizer) and m.is_enabled}
+
+
+@contextlib.contextmanager
+def _observing(model: nn.Module) -> Iterator[None]:
+    """Quantisers let everything through."""
+    found = quantizers(model).values()
+    for quantizer in found:
+        quantizer.disable_quant()
+    try:
+        yield
+    finally:
+        for quantizer in found:
+            quantizer.enable_quant()
+
+
+def calibrate(model: nn.Module, task: Workload, samples: Arrays, method: str) -> None:
+    """Find every quantiser's range: a weight's is its largest magnitude, an activation's goes by `method`.
+
+    `max` takes the largest magnitude, `percentile` the 99.99th of a histogram, `entropy` what loses
+    least of the histogram by Kullback-Leibler divergence.
+    """
+    found = quantizers(model)
+    for quantizer in found.values():
+        kind: Any = "max" if method == "max" or quantizer.axis is not None else "histogram"
+        quantizer.set_from_attribute_config({"calibrator": kind})
+        if kind == "histogram":
+            quantizer._calibrator._num_bins = BINS
+        quantizer.enable_calib()
+    with _observing(model):
+        fit.predict(model, task, samples)
+    for quantizer in found.values():
+        quantizer.load_calib_amax(*([method] if method != "max" and quantizer.axis is None else []))
+        quantizer.disable_calib()
+        quantizer._calibrator.reset()
+    _bound_biases(model)
+    check_ranges({name: (-float(q.amax.max()), float(q.amax.max())) for name, q in found.items()})
+
+
+def _bound_biases(model: nn.Module) -> None:
+    """Widen a channel's weight range where its bias, counted in steps of input times weight, would pass 32 bits.
+
+    Such weights are next to nothing beside the bias: a dead channel's.
+    """
+    for module in model.modules():
+        bias = module._parameters.get("bias")
+        if hasattr(module, "weight_quantizer") and bias is not None:
+            reader: Any = module.input_quantizer
+            writer: Any = module.weight_quantizer
+            step = reader.amax.clamp_min(1e-30) / reader.maxbound * BIAS_STEPS
+            least = bias.detach().abs() / step * writer.maxbound
+            writer.amax = torch.maximum(writer.amax, least.reshape(writer.amax.shape))
+
+
+class Sums(TorchFunctionMode):
+    """Quantises the operands of sums around convolutions, while the model runs.
+
+    An operand that a convolution reads as well is replaced by what that convolution's quantiser made of it.
+    One that comes straight from a convolution is quantised at that one's output: both of them for
+    ONNX Runtime, whose integer sum wants two quantised operands; for TensorRT only where no operand is
+    quantised yet, since it fuses the other convolution with the sum. `wanted` names these.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        super().__init__()
+        self.style, self.wanted, self.seen = plan.style, set[str](), list[str]()
+        self._made: dict[int, tuple[torch.Tensor, str]] = {}
+        self._read: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._input: torch.Tensor | None = None
+        for name in plan.layers:
+            layer = model.get_submodule(name)
+            if isinstance(layer, CONVOLUTION):
+                layer.register_forward_pre_hook(self._before_layer)
+                layer.register_forward_hook(partial(self._after_layer, name))
+                layer.get_submodule("input_quantizer").register_forward_hook(self._after_input)
+        model.register_forward_pre_hook(self._enter)
+        model.register_forward_hook(self._leave, always_call=True)
+
+    def _before_layer(self, _: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        self._input = inputs[0]
+
+    def _after_layer(self, name: str, _: nn.Module, __: Any, output: torch.Tensor) -> None:
+        self._made[id(output)] = (output, name)
+
+    def _after_input(self, _: nn.Module, __: Any, output: torch.Tensor) -> None:
+        assert self._input is not None
+        self._read[id(self._input)] = (self._input, output)
+
+    def _enter(self, *_: Any) -> None:
+        self.seen.clear()
+        self.__enter__()
+
+    def _leave(self, *_: Any) -> None:
+        self._made.clear()
+        self._read.clear()
+        self._input = None
+        self.__exit__(None, None, None)
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if function in (*ADDS, *ADDS_IN_PLACE) and self._around_convolutions(args):
+            args = self._quantised(args, function in ADDS_IN_PLACE)
+        return function(*args, **(kwargs or {}))
+
+    def _around_convolutions(self, args: tuple[Any, ...]) -> bool:
+        tensors = [a for a in args[:2] if isinstance(a, torch.Tensor)]
+        return len(tensors) == 2 and tensors[0].shape == tensors[1].shape and any(id(t) in self._made for t in tensors)
+
+    def _quantised(self, args: tuple[Any, ...], in_place: bool) -> tuple[Any, ...]:
+        new, words, made = list(args), [], []
+        for i, operand in enumerate(args[:2]):
+            if id(operand) in self._read and not (in_place and i == 0):
+                new[i] = self._read[id(operand)][1]
+                words.append("an operand that a convolution reads is quantised as there")
+            elif id(operand) in self._made:
+                made.append(self._made[id(operand)][1])
+            else:
+                words.append("an operand comes from elsewhere and stays in floating point")
+        chosen = made if self.style == "onnxruntime" else made[-1:] if len(made) == 2 else []
+        self.wanted |= set(chosen)
+        words += [f"{name} is quantised at its output" for name in chosen]
+        self.seen.append(f"sum of {' and '.join(made) or 'two inputs'}: {'; '.join(words)}")
+        return tuple(new)
+
+
+def foldable(model: nn.Module, task: Workload, example: fit.Tensors) -> dict[str, str]:
+    """Every batch norm that alone reads the output of a convolution, with that convolution; both are called once."""
+    calls: Counter[nn.Module] = Counter()
+    made: dict[object, nn.Module] = {}
+
+    def hook(module: nn.Module, _: Any, output: torch.Tensor) -> None:
+        calls[module] += 1
+        made[output.grad_fn] = module
+
+    names = {m: n for n, m in model.named_modules() if isinstance(m, CONVOLUTION | nn.modules.batchnorm._BatchNorm)}
+    hooks = [module.register_forward_hook(hook) for module in names]
+    try:
+        with torch.enable_grad(), fit.eval_mode(model):
+            outputs = fit.forward(model, task, example)
+    finally:
+        for handle in hooks:
+            handle.remove()
+    readers = _readers([value.grad_fn for value in outputs.values()])
+    pairs = {}
+    for node, norm in made.items():
+        sources = [before for before, _ in node.next_functions if before in made] if node is not None else []  # type: ignore[attr-defined]
+        if isinstance(norm, nn.modules.batchnorm._BatchNorm) and len(sources) == 1 and readers[sources[0]] == 1:
+            conv = made[sources[0]]
+            once = calls[norm] == calls[conv] == 1
+            if once and isinstance(conv, nn.Conv1d | nn.Conv2d | nn.Conv3d) and norm.running_mean is not None:
+                pairs[names[norm]] = names[conv]
+    return pairs
+
+
+def _readers(ends: list[Any]) -> Counter[object]:
+    """How many nodes of an autograd graph read each node's output; an output of the model is read once more."""
+    readers: Counter[object] = Counter(ends)
+    todo, seen = list(ends), set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            readers.update(before for before, _ in node.next_functions)
+            todo += [before for before, _ in node.next_functions]
+    return readers
+
+
+@torch.no_grad()
+def fold(model: nn.Module, norm_name: str, conv_name: str) -> None:
+    """Put a batch norm's scale and shift into the convolution before it; an identity takes its place."""
+    norm, conv = model.get_submodule(norm_name), model.get_submodule(conv_name)
+    assert isinstance(norm, nn.modules.batchnorm._BatchNorm) and isinstance(conv, CONVOLUTION)
+    assert norm.running_mean is not None and norm.running_var is not None
+    scale = torch.rsqrt(norm.running_var + norm.eps)
+    if norm.weight is not None:
+        scale = scale * norm.weight
+    shift = -norm.running_mean * scale if norm.bias is None else norm.bias - norm.running_mean * scale
+    conv.weight.mul_(scale.reshape(-1, *[1] * (conv.weight.dim() - 1)))
+    conv.bias = nn.Parameter(shift if conv.bias is None else shift + conv.bias * scale)
+    replace_module(model, norm_name, nn.Identity())
+
+
+def _lowest_inputs(model: nn.Module, task: Workload, samples: Arrays) -> dict[str, float]:
+    """The lowest value that each convolution and linear layer was called with."""
+    lowest: dict[str, float] = {}
+    names: dict[nn.Module, str] = {m: n for n, m in model.named_modules() if isinstance(m, CONVOLUTION | nn.Linear)}
+
+    def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        name = names[module]
+        lowest[name] = min(lowest.get(name, float("inf")), float(inputs[0].min()))
+
+    hooks = [module.register_forward_pre_hook(hook) for module in names]
+    try:
+        fit.predict(model, task, samples)
+    finally:
+        for handle in hooks:
+            handle.remove()
+    return lowest
