@@ -1,29 +1,33 @@
-"""Low-rank factorisation of linear layers and convolutions by truncated SVD.
+"""Low-rank factorisation of linear layers, convolutions and embeddings by truncated SVD.
 
 A weight W [out, in·kernel] of rank r becomes two layers: in → r with the old kernel and
-stride, then r → out, 1×1 (Eckart and Young 1936 for the optimum; Zhang et al. 2016,
-arXiv:1505.06798, for convolutions). The activation-aware variant minimises the error of the
-layer's output on data, not that of its weight: W is whitened by the Cholesky factor of its
-inputs' second moment (Wang et al. 2024, arXiv:2403.07378).
+stride, then r → out, 1×1 (Zhang et al. 2016, arXiv:1505.06798, for convolutions). An embedding
+[words, width] becomes [words, r] and a linear layer r → width (ALBERT's, Lan et al. 2020,
+arXiv:1909.11942, section 3.1). How ranks are found: `tasks/low_rank.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from tasks import account, checkpoint, fit
+from tasks import account, checkpoint, fit, layout
+from tasks.checkpoint import Masks
 from tasks.data import read
 from tasks.errors import Fault
+from tasks.low_rank import Factorable, Spectrum, choose_rank, choose_together, decompose, matrix, second_moments
 from tasks.prune import output_layers
 from tasks.settings import FactorizeParams
-from tasks.structure import Factorized, factors, replace_module
+from tasks.structure import Factorized, Tied, factors, replace_module
+from tasks.workloads import protocol
 from tasks.workloads.protocol import Arrays, Workload
 
-DAMPING = 1e-4
+KINDS = (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding)
 
 
 @dataclass(frozen=True)
@@ -31,14 +35,15 @@ class LowRank:
     """One layer: its full rank, the rank it got, the share of energy kept, or why it was left alone.
 
     `energy` is the share of squared singular values, of the whitened weight if data was used.
+    Parameters are those of the weight, without the bias.
     """
 
     name: str
     full_rank: int
     rank: int | None
     energy: float | None
-    multiply_adds_before: int
-    multiply_adds_after: int
+    parameters_before: int
+    parameters_after: int
     kept_because: str | None
 
 
@@ -46,11 +51,8 @@ class LowRank:
 class FactorizeReport:
     """What was factorised, and validation scores in 0 … 1 before, after, and after fine-tuning."""
 
-    parameters_before: int
-    parameters_after: int
-    multiply_adds_before: int
-    multiply_adds_after: int
     layers: list[LowRank]
+    cost: account.Difference
     validation_before: float
     validation_factorized: float
     validation: float
@@ -60,32 +62,29 @@ class FactorizeReport:
 def factorize(source: Path, data: Path, target: Path, params: FactorizeParams) -> FactorizeReport:
     """Factorise the model of `source`, fine-tune, and write `target/model.pt`.
 
-    Raises Fault if no layer gets smaller by it.
+    Raises Fault if no layer gets smaller by it, or `only` has a glob that names no layer.
     """
     fit.seed_everything(params.seed, params.threads)
     parent = checkpoint.load(source)
     model, task = parent.model, parent.workload
     train, validation = read(data / "train.npz"), read(data / "validation.npz")
     before, score = account.count(model, task), fit.score(model, task, validation)
-    layers, structure = factorize_layers(model, task, train, params)
+    layers, structure = factorize_layers(model, task, train, params, parent.masks)
     if not structure:
         reasons = "; ".join(f"{layer.name}: {layer.kept_because}" for layer in layers)
         raise Fault(
             f"nothing to factorise in {source.name}",
             got=reasons,
             expected="at least one layer that gets smaller",
-            do="lower rank or energy",
+            do="lower rank, energy or budget, or name other layers in only",
         )
     factorized = fit.score(model, task, validation)
-    curve = fit.fine_tune(model, task, train, validation, params)
+    resume = layout.resume(target.name)
+    curve = fit.fine_tune(model, task, train, validation, params, masks=parent.masks, resume=resume)
     checkpoint.save(replace(parent, model=model, structure=(*parent.structure, *structure)), target)
-    after = account.count(model, task)
     return FactorizeReport(
-        parameters_before=before.parameters,
-        parameters_after=after.parameters,
-        multiply_adds_before=before.multiply_adds,
-        multiply_adds_after=after.multiply_adds,
         layers=layers,
+        cost=account.difference(before, account.count(model, task)),
         validation_before=score,
         validation_factorized=factorized,
         validation=max((e.validation for e in curve), default=factorized),
@@ -94,98 +93,91 @@ def factorize(source: Path, data: Path, target: Path, params: FactorizeParams) -
 
 
 def factorize_layers(
-    model: nn.Module, task: Workload, train: Arrays, params: FactorizeParams
-) -> tuple[list[LowRank], list[Factorized]]:
-    """Replace layers in place, where that saves multiply-adds; returns every layer, and what was replaced.
+    model: nn.Module, task: Workload, train: Arrays, params: FactorizeParams, masks: Masks | None = None
+) -> tuple[list[LowRank], list[Factorized | Tied]]:
+    """Replace layers in place, where that saves parameters; returns every layer, and what was replaced.
 
-    Layers that make an output, grouped convolutions and layers that share a weight stay.
+    A layer that stands in several places of the model is factorised once, for all of them.
     """
-    example = {name: torch.from_numpy(train[name][:1]) for name in task.INPUTS}
-    protected = output_layers(model, task, example)
-    costs = {layer.name: layer.multiply_adds for layer in account.count(model, task).layers}
-    chosen = {n: m for n, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)}
-    shared = _shared(model)
-    moments = second_moments(model, task, train, list(chosen.values()), params.samples) if params.samples else {}
-    layers, structure = [], []
-    for name, module in chosen.items():
-        full = min(module.weight.shape[0], module.weight[0].numel())
-        reason = _unfit(module, protected, shared)
-        if reason:
-            layers.append(LowRank(name, full, None, None, costs[name], costs[name], reason))
-            continue
-        first, second, rank, energy = decompose(module, params, moments.get(module))
-        after = round(costs[name] * rank * (1 / module.weight.shape[0] + 1 / module.weight[0].numel()))
-        if after >= costs[name]:
-            reason = f"rank {rank} would need {after:,} multiply-adds, not fewer than {costs[name]:,}"
-            layers.append(LowRank(name, full, None, energy, costs[name], costs[name], reason))
-            continue
-        pair = factors(module, rank)
-        _fill(pair, module, first, second)
-        replace_module(model, name, pair)
-        layers.append(LowRank(name, full, rank, energy, costs[name], after, None))
-        structure.append(Factorized(name, rank))
+    modules = {n: m for n, m in model.named_modules() if isinstance(m, KINDS)}
+    reasons = _reasons(model, task, modules, params, masks or {})
+    chosen = {n: m for n, m in modules.items() if not reasons[n] and isinstance(m, Factorable)}
+    seen = second_moments(model, task, train, list(chosen.values()), params.samples) if params.samples else {}
+    spectra = {n: decompose(matrix(m), seen.get(m)) for n, m in chosen.items()}
+    ranks = _ranks(spectra, params)
+    places, layers, structure = _places(model), [], list[Factorized | Tied]()
+    for name, module in modules.items():
+        layer = _judged(name, module, spectra.get(name), ranks.get(name), reasons[name])
+        layers.append(layer)
+        if layer.rank is not None and isinstance(module, Factorable):
+            pair = factors(module, layer.rank)
+            _fill(pair, module, *spectra[name].factors(layer.rank))
+            replace_module(model, name, pair)
+            structure.append(Factorized(name, layer.rank))
+            for other in places[module]:
+                if other != name:
+                    replace_module(model, other, pair)
+                    structure.append(Tied(other, name))
     return layers, structure
 
 
-def decompose(
-    module: nn.Conv2d | nn.Linear, params: FactorizeParams, moment: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, int, float]:
-    """Factors of a weight [out, k]: first [rank, k], second [out, rank], the rank, and the energy kept.
-
-    `moment` [k, k] is E[x xᵀ] of the layer's inputs; None decomposes the weight itself.
-    """
-    weight = module.weight.detach().flatten(1).double()
-    if moment is None:
-        u, s, vh = torch.linalg.svd(weight, full_matrices=False)
-    else:
-        damped = moment.double() + DAMPING * moment.double().diagonal().mean() * torch.eye(len(moment)).double()
-        root = torch.linalg.cholesky(damped)
-        u, s, vh = torch.linalg.svd(weight @ root, full_matrices=False)
-        vh = torch.linalg.solve_triangular(root, vh, upper=False, left=False)
-    energy = (s**2).cumsum(0) / (s**2).sum()
-    rank = choose_rank(energy, params)
-    half = s[:rank].sqrt()
-    first, second = half[:, None] * vh[:rank], u[:, :rank] * half
-    return first.float(), second.float(), rank, float(energy[rank - 1])
+def _ranks(spectra: Mapping[str, Spectrum], params: FactorizeParams) -> dict[str, int | None]:
+    if params.budget is None:
+        return {name: choose_rank(spectrum.energy, params) for name, spectrum in spectra.items()}
+    return dict(zip(spectra, choose_together(list(spectra.values()), params.budget, params.round_to), strict=True))
 
 
-def choose_rank(energy: torch.Tensor, params: FactorizeParams) -> int:
-    """The rank, at least 1: a share `rank` of the full one, or the least that keeps `energy`; to `round_to`."""
-    full = len(energy)
-    if params.energy is not None:
-        rank = int((energy < params.energy - 1e-12).sum()) + 1
-    else:
-        rank = max(1, round(full * (params.rank or 0.5)))
-    return min(full, -(-rank // params.round_to) * params.round_to)
+def _judged(name: str, module: nn.Module, spectrum: Spectrum | None, rank: int | None, reason: str | None) -> LowRank:
+    """What becomes of a layer: a rank that makes it smaller, or why it stays."""
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    before, full = weight.numel(), min(weight.shape[0], weight[0].numel())
+    if spectrum is None:
+        return LowRank(name, full, None, None, before, before, reason)
+    if rank is None:
+        return LowRank(name, full, None, None, before, before, "the budget is better spent on it whole")
+    after, energy = spectrum.size(rank), float(spectrum.energy[rank - 1])
+    if after >= before:
+        reason = f"rank {rank} would need {after:,} parameters, not fewer than {before:,}"
+        return LowRank(name, full, None, energy, before, before, reason)
+    return LowRank(name, full, rank, energy, before, after, None)
 
 
-def second_moments(
-    model: nn.Module, task: Workload, train: Arrays, modules: list[nn.Conv2d | nn.Linear], samples: int
-) -> dict[nn.Module, torch.Tensor]:
-    """E[x xᵀ] [k, k] of each layer's inputs over the first `samples` of the training split.
+def _reasons(
+    model: nn.Module, task: Workload, modules: Mapping[str, nn.Module], params: FactorizeParams, masks: Masks
+) -> dict[str, str | None]:
+    """Why each layer can't be factorised, None if it can."""
+    unknown = [glob for glob in params.only or () if not any(fnmatchcase(name, glob) for name in modules)]
+    if unknown:
+        raise Fault(
+            "factorize: only names no layer",
+            got=", ".join(unknown),
+            expected=f"globs that match some of: {', '.join(modules)}",
+            do="mend only",
+        )
+    outputs, shared = output_layers(model, task, fit.tensors(protocol.example(task, 2))), _shared(model)
+    calls = {layer.name: layer.calls for layer in account.count(model, task).layers}
 
-    A convolution's inputs are its unfolded patches, k = in_channels · kernel.
-    """
-    sums: dict[nn.Module, torch.Tensor] = {}
+    def reason(name: str, module: nn.Module) -> str | None:
+        if params.only and not any(fnmatchcase(name, glob) for glob in params.only):
+            return "only doesn't name it"
+        if module in outputs:
+            return "it makes an output of the model"
+        if f"{name}.weight" in masks:
+            return "its weight is sparse, and factors of it would not be"
+        if id(module.weight) in shared:
+            return "its weight is shared with another layer"
+        if not calls.get(name, 1):
+            return "it is not called: what holds it may read its weight"
+        if not isinstance(module, Factorable):
+            return f"a {type(module).__name__} is not factorised"
+        if isinstance(module, nn.Conv2d) and module.groups != 1:
+            return "it is a grouped convolution"
+        if isinstance(module, nn.Embedding) and module.max_norm is not None:
+            return "it is an embedding that renormalises its rows"
+        return None
 
-    def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...], _: object) -> None:
-        rows = _rows(module, inputs[0]).double()
-        sums[module] = sums.get(module, torch.zeros(())) + rows.T @ rows / len(rows)
-
-    hooks = [m.register_forward_hook(hook) for m in modules]
-    fit.predict(model, task, {k: v[:samples] for k, v in train.items()})
-    for handle in hooks:
-        handle.remove()
-    return sums
-
-
-def _rows(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    if isinstance(module, nn.Conv2d):
-        if module.groups != 1 or isinstance(module.padding, str):
-            return torch.zeros(1, module.weight[0].numel())
-        patches = nn.functional.unfold(x, module.kernel_size, module.dilation, module.padding, module.stride)
-        return patches.transpose(1, 2).flatten(0, 1)
-    return x.reshape(-1, x.shape[-1])
+    return {name: reason(name, module) for name, module in modules.items()}
 
 
 def _shared(model: nn.Module) -> set[int]:
@@ -197,19 +189,19 @@ def _shared(model: nn.Module) -> set[int]:
     return {key for key, modules in owners.items() if len(modules) > 1}
 
 
-def _unfit(module: nn.Conv2d | nn.Linear, protected: set[nn.Module], shared: set[int]) -> str | None:
-    if module in protected:
-        return "it makes an output of the model"
-    if id(module.weight) in shared:
-        return "its weight is shared with another layer"
-    if isinstance(module, nn.Conv2d) and module.groups != 1:
-        return "it is a grouped convolution"
-    return None
+def _places(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Every module's places, each by the first name of the module that holds it."""
+    places: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules():
+        for key, child in module._modules.items():
+            if child is not None:
+                places.setdefault(child, []).append(f"{name}.{key}" if name else key)
+    return places
 
 
-def _fill(pair: nn.Sequential, module: nn.Conv2d | nn.Linear, first: torch.Tensor, second: torch.Tensor) -> None:
+def _fill(pair: nn.Sequential, module: Factorable, first: torch.Tensor, second: torch.Tensor) -> None:
     state = pair.state_dict()
-    values = {"0.weight": first, "1.weight": second}
-    if module.bias is not None:
+    values = {"0.weight": first.T if isinstance(module, nn.Embedding) else first, "1.weight": second}
+    if not isinstance(module, nn.Embedding) and module.bias is not None:
         values["1.bias"] = module.bias.detach()
     pair.load_state_dict({key: value.reshape(state[key].shape) for key, value in values.items()})

@@ -70,11 +70,16 @@ def read(stored: dict[str, Any]) -> Change:
 
 
 def factors(module: nn.Module, rank: int) -> nn.Sequential:
-    """Two fresh layers of a given rank in place of a linear layer or an ungrouped convolution."""
+    """Two fresh layers of a given rank in place of a linear layer, an embedding or an ungrouped convolution."""
     if isinstance(module, nn.Linear):
         return nn.Sequential(
             nn.Linear(module.in_features, rank, bias=False),
             nn.Linear(rank, module.out_features, bias=module.bias is not None),
+        )
+    if isinstance(module, nn.Embedding):
+        return nn.Sequential(
+            nn.Embedding(module.num_embeddings, rank, module.padding_idx),
+            nn.Linear(rank, module.embedding_dim, bias=False),
         )
     assert isinstance(module, nn.Conv2d) and module.groups == 1
     kept: dict[str, Any] = {

@@ -87,7 +87,7 @@ def show_account(name: str, found: AccountReport, console: Console) -> None:
 
 def _show_closed_form(form: ClosedForm, console: Console) -> None:
     dimensions = ", ".join(f"{letter} {size:,}" for letter, size in form.dimensions.items())
-    table = Table(title=f"counted, and a BERT of {dimensions}", title_justify="left", show_footer=True)
+    table = Table(title=f"closed form of a BERT of {dimensions}", title_justify="left", show_footer=True)
     parts = form.parts
     columns = [
         ("part", "total"),
