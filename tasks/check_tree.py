@@ -43,7 +43,7 @@ def tree_faults(raw: dict[str, Any]) -> list[str]:
         seen.setdefault(name, section)
     links = _links(raw)
     for section, name, key, got in links:
-        allowed = _allowed(section, raw[section][name]) if key == "from" else PARENTS["distill"]
+        allowed = _allowed(section, raw[section][name]) if key == "from" else MODEL_STEPS
         if got not in seen:
             fit = [other for other in seen if seen[other] in allowed and not _descends(other, name, links)]
             faults.append(f"{section}.{name}.{key}: got {got!r}, expected an artifact of this file{hint(got, fit)}")
