@@ -24,13 +24,32 @@ def exportable(model: nn.Module) -> Iterator[None]:
     another initial state, a packed sequence, or an LSTM with a projection.
     """
     layers = [module for module in model.modules() if isinstance(module, nn.LSTM)]
-    for layer in layers:
-        layer.forward = MethodType(_forward, layer)  # type: ignore[method-assign]
+    for module in layers:
+        module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+        for i in range(module.num_layers):
+            for name, value in _weights(module, i).items():
+                module.register_buffer(f"{name}{i}", value)
     try:
         yield
     finally:
-        for layer in layers:
-            del layer.forward
+        for module in layers:
+            del module.forward
+            for i in range(module.num_layers):
+                for name in _weights(module, i):
+                    delattr(module, f"{name}{i}")
+
+
+def _weights(module: nn.LSTM, layer: int) -> dict[str, torch.Tensor]:
+    """A layer's weights as ONNX has them: W [directions, 4h, d], R [directions, 4h, h] and B [directions, 8h]."""
+    ends = ("", "_reverse") if module.bidirectional else ("",)
+
+    def stacked(kind: str) -> torch.Tensor:
+        return torch.stack([_reordered(getattr(module, f"{kind}_l{layer}{end}").detach()) for end in ends])
+
+    weights = {"onnx_w": stacked("weight_ih"), "onnx_r": stacked("weight_hh")}
+    if module.bias:
+        weights["onnx_b"] = torch.cat([stacked("bias_ih"), stacked("bias_hh")], 1)
+    return weights
 
 
 def _forward(module: nn.LSTM, x: Any, hx: Any = None) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
@@ -50,21 +69,14 @@ def _forward(module: nn.LSTM, x: Any, hx: Any = None) -> tuple[torch.Tensor, tup
 
 def _layer(module: nn.LSTM, steps: torch.Tensor, layer: int) -> tuple[torch.Tensor, ...]:
     """Outputs [t, directions, n, h] and last states [directions, n, h] of one layer on steps [t, n, d]."""
-    ends = ("", "_reverse") if module.bidirectional else ("",)
-
-    def stacked(kind: str) -> torch.Tensor:
-        return torch.stack([_reordered(getattr(module, f"{kind}_l{layer}{end}")) for end in ends])
-
-    inputs = [steps, stacked("weight_ih"), stacked("weight_hh")]
-    if module.bias:
-        inputs.append(torch.cat([stacked("bias_ih"), stacked("bias_hh")], 1))
-    last = (len(ends), steps.shape[1], module.hidden_size)
-    direction = "bidirectional" if module.bidirectional else "forward"
+    directions = 2 if module.bidirectional else 1
+    names = ("onnx_w", "onnx_r", "onnx_b") if module.bias else ("onnx_w", "onnx_r")
+    last = (directions, steps.shape[1], module.hidden_size)
     return tuple(
         torch.onnx.ops.symbolic_multi_out(
             "LSTM",
-            inputs,
-            {"hidden_size": module.hidden_size, "direction": direction},
+            [steps, *(getattr(module, f"{name}{layer}") for name in names)],
+            {"hidden_size": module.hidden_size, "direction": "bidirectional" if module.bidirectional else "forward"},
             dtypes=(steps.dtype,) * 3,
             shapes=((steps.shape[0], *last), last, last),
             version=OPERATOR_VERSION,
