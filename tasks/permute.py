@@ -76,29 +76,32 @@ def kept(rows: torch.Tensor) -> float:
     return float(rows.abs().double().reshape(-1, 4).topk(2, dim=1).values.sum())
 
 
-def search(rows: torch.Tensor, swaps: int = 8) -> list[int]:
-    """An order of the columns of rows [n, in] in which 2 of each 4 keep more magnitude than before.
+def search(rows: torch.Tensor, rounds: int = 200) -> list[int]:
+    """An order of the columns of rows [n, in] in which the 2 largest of each 4 hold more than before.
 
-    The best swap of two columns of different groups is made until none helps, at most `swaps` times
-    in. With the other three of a group sorted a ≥ b ≥ c, a column x in place of the fourth keeps
-    Σ a + Σ max(b, x), and Σ max(b, x) = (Σ b + Σ x + Σ |b - x|) / 2: one matrix of distances.
+    Each round makes the best swaps of two columns of different groups, a group in at most one, until no
+    swap helps. With the other three of a group sorted a ≥ b ≥ c, a column x in place of the fourth
+    keeps Σ a + Σ max(b, x), and Σ max(b, x) = (Σ b + Σ x + Σ |b - x|) / 2: one matrix of distances.
     """
     x = rows.abs().float().T.contiguous()
-    count = len(x)
-    order, group = torch.arange(count), torch.arange(count) // 4
-    value = _values(x, torch.arange(count))
-    for _ in range(swaps * count):
-        now = value.diagonal()
-        gain = value + value.T - now[:, None] - now[None, :]
-        gain[group[:, None] == group[None, :]] = 0
-        best = int(gain.argmax())
-        i, j = divmod(best, count)
-        if gain[i, j] <= 1e-6 * now.sum() / 4:
+    order, group = torch.arange(len(x)), torch.arange(len(x)) // 4
+    value = _values(x, order)
+    least = 1e-6 * float(value.diagonal().sum()) / 4
+    for _ in range(rounds):
+        gain = value + value.T
+        gain -= value.diagonal()[:, None] + value.diagonal()[None, :]
+        gain.masked_fill_(group[:, None] == group[None, :], 0)
+        most, partner = gain.max(1)
+        moved, source = set[int](), torch.arange(len(x))
+        for i in most.argsort(descending=True, stable=True).tolist():
+            j = int(partner[i])
+            if most[i] > least and not {i // 4, j // 4} & moved:
+                moved |= {i // 4, j // 4}
+                source[i], source[j] = j, i
+        if not moved:
             break
-        for tensor in (order, x):
-            tensor[[i, j]] = tensor[[j, i]]
-        value[:, [i, j]] = value[:, [j, i]]
-        touched = torch.cat([torch.arange(4) + 4 * (k // 4) for k in (i, j)])
+        order, x, value = order[source], x[source], value[:, source]
+        touched = torch.cat([torch.arange(4) + 4 * k for k in sorted(moved)])
         value[touched] = _values(x, touched)
     return [int(k) for k in order]
 

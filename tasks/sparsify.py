@@ -21,7 +21,7 @@ from tasks import account, checkpoint, fit, layout, two_of_four
 from tasks.checkpoint import Masks
 from tasks.data import read
 from tasks.errors import Fault
-from tasks.factorize import second_moments
+from tasks.low_rank import second_moments
 from tasks.permute import columns, kept, permute
 from tasks.prune_ranking import output_layers
 from tasks.settings import SparsifyParams
@@ -203,7 +203,7 @@ def _dense(
 
 
 def _unfolds(module: nn.Conv2d | nn.Linear) -> bool:
-    return isinstance(module, nn.Linear) or (module.groups == 1 and not isinstance(module.padding, str))
+    return isinstance(module, nn.Linear) or module.groups == 1
 
 
 def _share(weight: torch.Tensor) -> float:
