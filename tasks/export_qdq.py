@@ -82,12 +82,14 @@ def _as_8_bit(model: nn.Module) -> None:
 def rewrite(proto: onnx.ModelProto, style: str) -> onnx.ModelProto:
     """Weights as integers, one Q/DQ pair for each tensor and scale, and the style's types."""
     graph = gs.import_onnx(proto)
-    for node in graph.nodes:
+    for node in reversed(graph.nodes):
         if node.op == "Constant":
             node.outputs[0].to_constant(node.attrs["value"].values)
             node.outputs.clear()
-        if node.op == "Cast" and all(reader.op == "QuantizeLinear" for reader in node.outputs[0].outputs):
-            _take_over(node.outputs[0], node.inputs[0])  # ModelOpt casts where it doesn't see that it's float already.
+        elif node.op == "Cast" and "_quantizer/" in node.name:
+            # ModelOpt casts to float what is float already, where tracing hides its type.
+            _take_over(node.outputs[0], node.inputs[0])
+            node.inputs.clear()
     graph.cleanup().toposort()
     _integer_weights(graph)
     _merge_pairs(graph)

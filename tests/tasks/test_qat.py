@@ -373,6 +373,8 @@ def test_a_transformer_on_its_dynamic_axis(text: Any, tmp_path: Path) -> None:
     constants = onnx_file.constants(proto.graph)
     pairs = {n.output[0]: n for n in proto.graph.node if n.op_type == "DequantizeLinear"}
     weights = [pairs[n.input[1]] for n in proto.graph.node if n.op_type == "MatMul" and n.input[1] in pairs]
+    rounded = Counter(n.input[0] for n in proto.graph.node if n.op_type == "QuantizeLinear")
+    assert sum(rounded.values()) == 6 and set(rounded.values()) == {1}, "the projections read one tensor, rounded once"
     assert len(weights) == 6, "three projections and three dense layers, no transpose between scale and product"
     for node in weights:
         assert constants[node.input[1]].shape == (constants[node.input[0]].shape[1],)
@@ -380,11 +382,6 @@ def test_a_transformer_on_its_dynamic_axis(text: Any, tmp_path: Path) -> None:
 
 
 def test_an_opset_that_the_exporter_doesn_t_write_is_a_fault(tiny: Any, tmp_path: Path) -> None:
+    opset = ExportParams.model_validate({"from": "x", "opset": 21})
     with pytest.raises(Fault, match="expected: 18 to 20"):
-        to_qdq(
-            nn.Identity(),
-            tiny,
-            tmp_path / "model.onnx",
-            ExportParams.model_validate({"from": "x", "opset": 21}),
-            "tensorrt",
-        )
+        to_qdq(nn.Identity(), tiny, tmp_path / "model.onnx", opset, "tensorrt")
