@@ -104,7 +104,8 @@ class Training:
             print(f"stopped after epoch {number} of {of}: none better than epoch {self.best}", flush=True)
 
     def _tell_step(self, step: int, loss: float, seconds: float) -> None:
-        if seconds / step * self.steps > LONG_EPOCH_S and time.monotonic() - self._told > EVERY_S:
+        lasts = seconds / step * self.steps
+        if step < self.steps and lasts > LONG_EPOCH_S and time.monotonic() - self._told >= EVERY_S:
             done, of = len(self.curve), self.params.epochs
             text = f"epoch {done + 1}/{of} · {step / self.steps:.0%} of it · loss {loss:.3f}"
             self._tell(text, (done + step / self.steps) / of)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -257,3 +258,34 @@ def test_training_stops_when_patience_runs_out(
     assert len(curve) == best.epoch + 2 < 9
     assert fit.score(model, tiny, validation_split) == best.validation
     assert f"stopped after epoch {len(curve)} of 9: none better than epoch {best.epoch}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("step_s", "told"),
+    [
+        (3.0, ["1/2 40%", "1/2 80%", "1/2", "2/2 40%", "2/2 80%", "2/2"]),
+        (1.9, ["1/2", "2/2"]),
+    ],
+)
+def test_long_epochs_tell_every_ten_seconds_with_the_time_left(
+    tiny: Any,
+    model: nn.Module,
+    train_split: Any,
+    validation_split: Any,
+    step_s: float,
+    told: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("tasks.training.time.monotonic", lambda: clock[0])
+
+    def slow(outputs: Any, labels: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        clock[0] += step_s
+        return tiny.loss(outputs, labels)
+
+    fit.fit(model, tiny, train_split, validation_split, FitParams(epochs=2, batch=40), slow)
+    lines = capsys.readouterr().out.splitlines()
+    found = [re.match(r"epoch (\d/\d)(?: · (\d+%) of it)?.* · (\d+) s left$", line) for line in lines]
+    assert [" ".join(m.groups()[:2]) if m and m[2] else m and m[1] for m in found] == told
+    assert [int(m[3]) for m in found if m] == ([48, 36, 30, 18, 6, 0] if len(told) > 2 else [19, 0])

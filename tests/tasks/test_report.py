@@ -152,6 +152,16 @@ def test_the_table_for_dvc_holds_what_was_measured(summary: dict[str, Any]) -> N
     assert float(rows["base-ort"]["speedup"]) == measured["base-ort"]["speedup"]["value"]
 
 
+def test_the_learning_curves_for_dvc_are_those_of_the_reports(summary: dict[str, Any]) -> None:
+    with (layout.LATEST / "curves.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert {r["artifact"] for r in rows} == {"base", "slim", "slim-kd"}
+    for step, name in (("train", "base"), ("distill", "slim-kd")):
+        curve = read_json(layout.report(step, name))["curve"]
+        found = [(int(r["epoch"]), float(r["loss"]), float(r["validation"])) for r in rows if r["artifact"] == name]
+        assert found == [(e["epoch"], e["loss"], e["validation"]) for e in curve]
+
+
 def test_the_promoted_comes_first_and_the_fastest_before_the_slower() -> None:
     def entry(name: str, verdict: str, speed: float | None) -> dict[str, Any]:
         return {"name": name, "verdict": verdict, "speedup": {"value": speed} if speed else None}
