@@ -32,7 +32,8 @@ Rate = Annotated[Number, Field(gt=0)]
 
 
 def _threads(value: Any) -> Any:
-    if value != "auto" and (not isinstance(value, int | str) or int(_whole(value)) < 1):
+    digits = str(value).strip() if isinstance(value, int | str) and not isinstance(value, bool) else ""
+    if value != "auto" and not (digits.isdigit() and int(digits) >= 1):
         raise ValueError("a whole number of at least 1, or auto")
     return value
 
