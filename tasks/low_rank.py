@@ -3,11 +3,12 @@
 Eckart and Young 1936 for the optimum. By data: the weight is whitened by the Cholesky factor of
 its inputs' second moment, so that what is dropped is the least of the output (Wang et al. 2024,
 arXiv:2403.07378); for an embedding, whose inputs are one-hot, that is the words' frequency.
-Ranks within a budget: a Lagrangian over all layers (Everett 1963), then the rest is spent greedily.
+Ranks within a budget: one price per parameter for all layers, a Lagrange multiplier (Everett 1963).
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -90,55 +91,30 @@ def choose_rank(energy: torch.Tensor, params: FactorizeParams) -> int:
 def choose_together(spectra: Sequence[Spectrum], budget: float, round_to: int) -> list[int | None]:
     """A rank for each weight, None for whole, so that all keep at most `budget` of their numbers.
 
-    What is least is the sum of the shares of energy that the weights lose. Raises Fault if even
-    the lowest ranks exceed the budget.
+    One price for all: a weight keeps the singular values that bring at least so much of its energy
+    per number of its factors. Raises Fault if even the lowest ranks exceed the budget.
     """
-    options = [_options(spectrum, round_to) for spectrum in spectra]
-    most = budget * sum(spectrum.whole for spectrum in spectra)
-    least = sum(int(sizes[0]) for _, sizes, _ in options)
-    if least > most:
-        raise Fault(
-            f"a budget of {budget} is too small",
-            got=f"{int(most):,} parameters",
-            expected=f"at least {least:,}, which the lowest ranks in steps of {round_to} hold",
-            do="lower round_to, or raise budget",
-        )
+    gains = [torch.diff(s.energy, prepend=torch.zeros(1)) / s.size(1) for s in spectra]
+    prices = torch.cat(gains).unique()
 
-    def chosen(price: float) -> list[int]:
-        return [int((losses + price * sizes).argmin()) for _, sizes, losses in options]
+    def at(price: float) -> list[int | None]:
+        kept = [max(1, int((gain >= price).sum())) for gain in gains]
+        ranks = [min(len(s.values), -(-r // round_to) * round_to) for s, r in zip(spectra, kept, strict=True)]
+        return [r if s.size(r) < s.whole else None for s, r in zip(spectra, ranks, strict=True)]
 
-    def held(picks: list[int]) -> int:
-        return sum(int(sizes[pick]) for pick, (_, sizes, _) in zip(picks, options, strict=True))
+    def held(price: float) -> int:
+        return sum(s.whole if r is None else s.size(r) for s, r in zip(spectra, at(price), strict=True))
 
-    low, high = 1e-15, 1.0
-    for _ in range(100):
-        price = math.sqrt(low * high)
-        low, high = (low, price) if held(chosen(price)) <= most else (price, high)
-    picks = chosen(high)
-    left = most - held(picks)
-    while True:
-        best, gain, cost = None, 0.0, 0.0
-        for i, (_, sizes, losses) in enumerate(options):
-            more, less = sizes[picks[i] + 1 :] - sizes[picks[i]], losses[picks[i]] - losses[picks[i] + 1 :]
-            gains = torch.where(more <= left, less / more, -1.0)
-            if len(gains) and float(gains.max()) > gain:
-                step = int(gains.argmax())
-                best, gain, cost = (i, picks[i] + 1 + step), float(gains[step]), float(more[step])
-        if best is None:
-            break
-        picks[best[0]] = best[1]
-        left -= cost
-    return [ranks[pick] for pick, (ranks, _, _) in zip(picks, options, strict=True)]
-
-
-def _options(spectrum: Spectrum, round_to: int) -> tuple[list[int | None], torch.Tensor, torch.Tensor]:
-    """Ranks that make a weight smaller, then None for whole; what each holds; the share of energy it loses."""
-    full = len(spectrum.values)
-    steps = [*range(round_to, full, round_to), full]
-    ranks: list[int | None] = [r for r in steps if spectrum.size(r) < spectrum.whole]
-    sizes = [spectrum.whole if r is None else spectrum.size(r) for r in (*ranks, None)]
-    losses = [0.0 if r is None else 1 - float(spectrum.energy[r - 1]) for r in (*ranks, None)]
-    return [*ranks, None], torch.tensor(sizes).double(), torch.tensor(losses).double()
+    most = budget * sum(s.whole for s in spectra)
+    place = bisect.bisect_left(range(len(prices)), True, key=lambda i: held(float(prices[i])) <= most)
+    if place < len(prices):
+        return at(float(prices[place]))
+    raise Fault(
+        f"a budget of {budget} is too small",
+        got=f"{int(most):,} parameters",
+        expected=f"at least {held(math.inf):,}, which the lowest ranks in steps of {round_to} hold",
+        do="lower round_to, or raise budget",
+    )
 
 
 def second_moments(
