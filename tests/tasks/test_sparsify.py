@@ -16,6 +16,7 @@ from tasks import checkpoint, distill, export, fit, onnx_file, quantize, sparsif
 from tasks.data import write
 from tasks.errors import Fault
 from tasks.settings import DistillParams, ExportParams, QuantizeParams, SparsifyParams
+from tasks.structure import Tied
 
 TINY = Path(__file__).resolve().parents[1] / "tiny"
 
@@ -241,14 +242,15 @@ def test_a_file_that_lost_the_zeros_is_refused(
     assert not (tmp_path / "onnx").exists()
 
 
-def test_a_transformer_is_proven_in_its_dynamic_int8_file(text: Any, tmp_path: Path) -> None:
+def test_a_transformer_of_shared_layers_is_proven_in_its_dynamic_int8_file(text: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     arrays = {key: value[:32] for key, value in text.samples(0)[0].items()}
     write(tmp_path / "calibration.npz", arrays)
     write(tmp_path / "validation.npz", arrays)
-    model = text.model(layers=1).eval()
+    model, shared = text.model(layers=2).eval(), Tied("net.bert.encoder.layer.1", "net.bert.encoder.layer.0")
+    shared.apply(model)
     layers, masks = sparsify.sparsify_layers(model, text, arrays, params(), {})
-    saved = checkpoint.Checkpoint(model, str(TINY / "text.py"), {"layers": 1}, masks=masks)
+    saved = checkpoint.Checkpoint(model, str(TINY / "text.py"), {"layers": 2}, (shared,), masks)
     checkpoint.save(saved, tmp_path / "sparse")
     export.export(tmp_path / "sparse", tmp_path, tmp_path / "onnx", ExportParams.model_validate({"from": "x"}))
     given = QuantizeParams.model_validate({"from": "x", "activations": "dynamic", "samples": 16})
