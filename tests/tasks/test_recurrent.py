@@ -24,9 +24,7 @@ def run(path: Path, inputs: dict[str, np.ndarray]) -> np.ndarray:
     return onnxruntime.InferenceSession(str(path)).run(None, inputs)[0]
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"num_layers": 2, "bidirectional": True}, {"batch_first": False, "bias": False}]
-)
+@pytest.mark.parametrize("options", [{"num_layers": 2, "bidirectional": True}, {"batch_first": False, "bias": False}])
 def test_an_lstm_layer_is_exported_as_it_computes(tmp_path: Path, make_workload: Any, options: dict[str, Any]) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
