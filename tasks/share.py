@@ -83,13 +83,13 @@ def longest_stack(model: nn.Module, source: str) -> tuple[str, list[nn.Module]]:
     for name, layers in stacks(model).items():
         if len({repr(layer) for layer in layers}) == 1:
             return name, layers
-    lists = {
-        n: list(m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1
-    }
-    seen = "; ".join(f"{n or 'the model'}: {', '.join(type(m).__name__ for m in ms)}" for n, ms in lists.items())
+    lists = [(n, list(m)) for n, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
+    seen = [f"{n or 'the model'}: {', '.join(type(m).__name__ for m in ms)}" for n, ms in lists if len(ms) > 1]
+    more = f"; and {len(seen) - 5} more" if len(seen) > 5 else ""
+    differ = f"lists of modules that differ in class, shapes or settings: {'; '.join(seen[:5])}{more}"
     raise Fault(
         f"nothing to share in {source}",
-        got=f"lists of modules that differ in class, shapes or settings: {seen}" if seen else "no list of modules",
+        got=differ if seen else "no list of modules",
         expected="a ModuleList or Sequential of layers that are alike, as the encoder of a Transformer",
         do="share before pruning or factorising makes layers differ, or leave this technique out",
     )
