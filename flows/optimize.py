@@ -75,15 +75,17 @@ def _state(failed: list[Ended], stages: int) -> State[None]:
 
 def _publish() -> None:
     """Show the table in Prefect's UI too."""
-    from tasks.report import ordered, row
+    from tasks.report import batches, ordered, row
 
     if not layout.SUMMARY.is_file():
         return
-    rows = [row(v) for v in ordered(read_json(layout.SUMMARY)["variants"])]
-    columns = ("variant", "accuracy", "speedup", "size", "verdict", "reason")
+    summary = read_json(layout.SUMMARY)
+    rows = [row(v) for v in ordered(summary["variants"])]
+    further = (f"speedup_{batch}" for batch in batches(summary))
+    columns = ("variant", "accuracy", "speedup", *further, "size", "verdict", "reason")
     lines = [
         "| " + " | ".join(columns) + " |",
         "|" + "---|" * len(columns),
-        *("| " + " | ".join(r[c].replace("|", "/") for c in columns) + " |" for r in rows),
+        *("| " + " | ".join(r.get(c, "–").replace("|", "/") for c in columns) + " |" for r in rows),
     ]
     create_markdown_artifact("\n".join(lines), key="variants", description="Every variant with its verdict")

@@ -167,6 +167,9 @@ def flat_metrics(variant: Variant) -> dict[str, float]:
     for key in ("p90", "p99"):
         if variant.latency_ms and variant.latency_ms[key] is not None:
             flat[f"latency_ms_{key}"] = float(variant.latency_ms[key] or 0)
+    for batch, gain in variant.speedup_at.items():
+        name = f"speedup_batch_{batch}"
+        flat |= {name: gain.value, f"{name}_low": gain.low, f"{name}_high": gain.high}
     if variant.throughput_per_s is not None:
         flat["throughput_per_s"] = variant.throughput_per_s
     return {name: value for name, value in flat.items() if math.isfinite(value)}

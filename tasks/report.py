@@ -92,6 +92,7 @@ def _entry(variant: Variant, run: str | None) -> dict[str, Any]:
     raw = results.plain(variant)
     accuracy = {**raw["accuracy"], "n": variant.samples} if raw["accuracy"] else None
     gain = {**raw["speedup"], "versus": variant.versus} if raw["speedup"] else None
+    gains = {batch: {**value, "versus": variant.versus} for batch, value in raw["speedup_at"].items()}
     kept = (
         "name",
         "lineage",
@@ -109,6 +110,7 @@ def _entry(variant: Variant, run: str | None) -> dict[str, Any]:
         **{k: raw[k] for k in kept},
         "accuracy": accuracy,
         "speedup": gain,
+        "speedup_at": gains,
         "reasons": list(variant.reasons),
         "mlflow_run_id": run,
     }
@@ -121,7 +123,7 @@ def page(summary: dict[str, Any]) -> str:
     environment = Environment(loader=FileSystemLoader(Path(__file__).with_name("templates")), autoescape=True)
     rows = [row(v) for v in ordered(summary["variants"])]
     return environment.get_template("report.html.j2").render(
-        summary=summary, rows=rows, plot=_pareto(summary), colors=COLORS
+        summary=summary, rows=rows, batches=batches(summary), plot=_pareto(summary), colors=COLORS
     )
 
 
@@ -144,11 +146,21 @@ def row(variant: dict[str, Any]) -> dict[str, str]:
         "lineage": " → ".join(variant["lineage"]),
         "backend": variant["backend"],
         **cells,
+        **{f"speedup_{batch}": _times(value) for batch, value in variant["speedup_at"].items()},
         "latency": f"{latency['p50']:.3f} ms" if latency and latency["p50"] else "–",
         "size": f"{variant['size_bytes']['engine'] / 1024:,.0f} KiB" if variant["size_bytes"] else "–",
         "verdict": variant["verdict"],
         "reason": "; ".join(variant["reasons"]),
     }
+
+
+def _times(raw: dict[str, float]) -> str:
+    return shown("speedup", Interval(raw["value"], raw["low"], raw["high"]))
+
+
+def batches(summary: dict[str, Any]) -> list[str]:
+    """Further batch sizes that speed-ups were measured at, as text, in rising order."""
+    return sorted({batch for variant in summary["variants"] for batch in variant["speedup_at"]}, key=int)
 
 
 def _pareto(summary: dict[str, Any]) -> str:
@@ -221,7 +233,9 @@ def _front(passed: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _table(path: Path, summary: dict[str, Any]) -> None:
     with path.open("w", newline="") as stream:
         writer = csv.writer(stream)
-        writer.writerow(("variant", "accuracy", "speedup", "latency_ms", "engine_bytes", "verdict"))
+        further = batches(summary)
+        at = [f"speedup_{batch}" for batch in further]
+        writer.writerow(("variant", "accuracy", "speedup", *at, "latency_ms", "engine_bytes", "verdict"))
         for v in summary["variants"]:
             if v["accuracy"] and v["speedup"]:
                 writer.writerow(
@@ -229,6 +243,7 @@ def _table(path: Path, summary: dict[str, Any]) -> None:
                         v["name"],
                         v["accuracy"]["value"],
                         v["speedup"]["value"],
+                        *(v["speedup_at"].get(batch, {"value": ""})["value"] for batch in further),
                         v["latency_ms"]["p50"],
                         v["size_bytes"]["engine"],
                         v["verdict"],

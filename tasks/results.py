@@ -23,7 +23,8 @@ KINDS = {**dict.fromkeys(MODEL_STEPS, "model"), "export": "onnx", "quantize": "o
 class Variant:
     """One engine with its numbers. Sizes in bytes by kind of artifact; shares in 0 … 1.
 
-    `latency_ms` and `throughput_per_s` are of one batch size, `latency_ms["batch"]`.
+    `latency_ms`, `throughput_per_s` and `speedup` are of one batch size, `latency_ms["batch"]`;
+    `speedup_at` holds the speed-up at others, by batch, without those whose timing was unstable.
     `also` names variants whose engine has the same bytes.
     """
 
@@ -37,6 +38,7 @@ class Variant:
     latency_ms: dict[str, float | int | None] | None = None
     throughput_per_s: float | None = None
     speedup: Interval | None = None
+    speedup_at: dict[str, Interval] = field(default_factory=dict)
     versus: str = ""
     size_bytes: dict[str, int] = field(default_factory=dict)
     verdict: str = "failed"
@@ -53,7 +55,10 @@ def plain(variant: Variant) -> dict[str, Any]:
 
 def restore(raw: dict[str, Any]) -> Variant:
     """A variant from `plain`'s value."""
-    intervals = {k: Interval(**raw[k]) if raw[k] else None for k in ("accuracy", "accuracy_change", "speedup")}
+    intervals: dict[str, Any] = {
+        k: Interval(**raw[k]) if raw[k] else None for k in ("accuracy", "accuracy_change", "speedup")
+    }
+    intervals["speedup_at"] = {batch: Interval(**value) for batch, value in raw["speedup_at"].items()}
     return Variant(**{**raw, **intervals, **{k: tuple(raw[k]) for k in ("lineage", "reasons", "also")}})
 
 
@@ -138,10 +143,17 @@ def _measured(tree: Tree, variant: Variant) -> Variant:
         accuracy_change=paired_change(scores, against, tree.params.evaluate.confidence),
         latency_ms={k: timing[k] for k in ("p50", "p90", "p99", "n", "batch")},
         throughput_per_s=timing["throughput_per_s"],
-        speedup=ratio(np.array(timed["baseline"]["medians"]), np.array(timing["medians"]), settings.confidence),
+        speedup=_gain(timed, settings.confidence),
+        speedup_at={
+            str(at["timing"]["batch"]): _gain(at, settings.confidence) for at in timed["also"] if not at["unstable"]
+        },
         verdict="unstable" if timed["unstable"] else "",
         reasons=(timed["unstable"],) if timed["unstable"] else (),
     )
+
+
+def _gain(timed: dict[str, Any], confidence: float) -> Interval:
+    return ratio(np.array(timed["baseline"]["medians"]), np.array(timed["timing"]["medians"]), confidence)
 
 
 def _failures(tree: Tree, name: str) -> list[str]:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tasks.report import ordered, row
+from tasks.report import batches, ordered, row
 
 if TYPE_CHECKING:
     from tasks.account import AccountReport
@@ -27,14 +27,17 @@ STYLES = {
 def show(summary: dict[str, Any], console: Console) -> None:
     """Print every variant with its numbers, intervals, verdict and reason, then the champion."""
     table = Table(title=f"{summary['workload']} on {summary['target']['name']}", title_justify="left", show_lines=False)
-    for heading, options in (
+    further = batches(summary)
+    columns: tuple[tuple[str, dict[str, Any]], ...] = (
         ("variant", {"overflow": "fold"}),
         (f"{summary['metric']}", {"no_wrap": True}),
         (f"speed-up over {summary['baseline']}", {"no_wrap": True}),
+        *((f"at batch {batch}", {"no_wrap": True}) for batch in further),
         ("size", {"justify": "right", "no_wrap": True}),
         ("verdict", {"no_wrap": True}),
         ("reason", {"ratio": 1}),
-    ):
+    )
+    for heading, options in columns:
         table.add_column(heading, **options)
     for variant in ordered(summary["variants"]):
         cells, style = row(variant), STYLES[variant["verdict"]]
@@ -42,6 +45,7 @@ def show(summary: dict[str, Any], console: Console) -> None:
             cells["variant"],
             cells["accuracy"],
             cells["speedup"],
+            *(cells.get(f"speedup_{batch}", "–") for batch in further),
             cells["size"],
             f"[{style}]{cells['verdict']}[/]",
             escape(cells["reason"]),
