@@ -138,6 +138,23 @@ class Shifted(nn.Module):
         return self.teacher(*(value.roll(1, 0) for value in inputs))
 
 
+def test_losses_are_the_same_in_batches_of_one_which_have_no_padding(words: Any) -> None:
+    train = {name: value[:24] for name, value in words.splits[0].items()}
+    assert len(set(words.task.lengths(train))) > 4
+    means = []
+    for batch in (24, 1):
+        torch.manual_seed(5)
+        student = still(lively(words.task.model(layers=2, width=8)))
+        settings = params(alpha=0.5, hidden=1, attention=1, lr=1e-12, batch=batch)
+        how = plan(student, words.teacher, words.task, settings)
+        source = Checkpoint(student, str(TINY / "text.py"))
+        means.append(learn(source, words.teacher, how, (train, words.splits[1]), settings)[1][0])
+    together, alone = means
+    for name in ("soft", "task", "hidden", "attention"):
+        assert getattr(together, name) == pytest.approx(getattr(alone, name), rel=1e-4)
+        assert getattr(alone, name) > 1e-3
+
+
 def test_the_loss_is_the_weighted_sum_of_its_terms(words: Any) -> None:
     torch.manual_seed(2)
     student = words.task.model(layers=2, width=8)
