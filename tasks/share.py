@@ -2,7 +2,7 @@
 
 ALBERT, Lan et al. 2020, arXiv:1909.11942, trains such a model from scratch. Here the layers of a
 trained one are averaged, or the first of each run is taken, and fine-tuning recovers what that
-loses (Bae et al. 2025, arXiv:2410.20672, section 2.2, for both ways of starting). Parameters and
+loses (Bae et al. 2025, arXiv:2410.20672, start from a trained model too). Parameters and
 bytes fall; every layer is still computed, so multiply-adds and latency don't.
 """
 
