@@ -36,7 +36,7 @@ def choose(work: Callable[[], object], counts: tuple[int, ...] | None = None) ->
     best = pick(medians)
     torch.set_num_threads(best)
     told = ", ".join(f"{count}: {median * 1e3:.1f} ms" for count, median in medians.items())
-    print(f"{best} thread{'s' if best > 1 else ''}, by time a training step takes ({told})", flush=True)
+    print(f"{best} thread{'s' if best > 1 else ''}, by the time of a few training steps ({told})", flush=True)
     return best
 
 
