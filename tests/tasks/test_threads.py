@@ -75,7 +75,7 @@ def test_measuring_leaves_the_training_as_it_is(tiny: Any, splits: Any, monkeypa
     for asked in (1, "auto"):
         torch.manual_seed(0)
         model = tiny.model(width=4)
-        params = FitParams(epochs=2, batch=30, threads=asked)
+        params = FitParams(epochs=2, batch=50, threads=asked)
         curve = fit.fit(model, tiny, *splits, params, fit.task_loss(tiny))
         assert {e.threads for e in curve} == {1} == {torch.get_num_threads()}
         states.append((model.state_dict(), [e.loss for e in curve]))
@@ -86,7 +86,7 @@ def test_measuring_leaves_the_training_as_it_is(tiny: Any, splits: Any, monkeypa
 def test_a_resumed_training_keeps_the_count_it_began_with(
     tiny: Any, model: nn.Module, splits: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    params, file = FitParams(epochs=2, batch=30, threads="auto"), tmp_path / "base.pt"
+    params, file = FitParams(epochs=2, batch=100, threads="auto"), tmp_path / "base.pt"
     monkeypatch.setattr(threads, "pick", lambda seconds: 2)
     monkeypatch.setattr(threads, "ROUNDS", 1)
     fit.fit(model, tiny, *splits, params, fit.task_loss(tiny), resume=file)
