@@ -119,9 +119,7 @@ def _bert(layers: int) -> torch.nn.Module:
         def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
             # A mask of -inf, the library's own, would give infinite scales in calibration.
             bias = (1.0 - attention_mask[:, None, None, :].float()) * -1e4
-            return self.net(
-                input_ids=input_ids, attention_mask=bias, token_type_ids=torch.zeros_like(input_ids)
-            ).logits
+            return self.net(input_ids=input_ids, attention_mask=bias, token_type_ids=torch.zeros_like(input_ids)).logits
 
     logging.set_verbosity_error()
     made = Bert()
