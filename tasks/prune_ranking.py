@@ -63,8 +63,8 @@ class Candidate:
 def weakest(candidates: Sequence[Candidate], ratio: float, params: PruneParams) -> list[list[int]]:
     """Units of each candidate that go, so that the share `ratio` of what there was at the start is gone.
 
-    With scope `layer` every candidate loses that share, what is left rounded down to its multiple,
-    or up as long as `ratio` is short of the one asked for. With scope `global` all are ranked
+    With scope `layer` every candidate loses that share; what is left is rounded down to its multiple,
+    or to the nearest number if that is 1, or up while `ratio` is short of the one asked for. With scope `global` all are ranked
     together, in blocks that keep the multiples, so that the total comes as near to the share as
     blocks allow. A candidate keeps at least its multiple.
     """
@@ -73,8 +73,9 @@ def weakest(candidates: Sequence[Candidate], ratio: float, params: PruneParams) 
     gone = []
     for one in candidates:
         share = one.before * (1 - ratio) / one.multiple
-        kept = one.multiple * (math.floor(share + 1e-9) if ratio >= params.ratio else math.ceil(share - 1e-9))
-        kept = max(kept, one.multiple)
+        blocks = math.floor(share + 1e-9) if one.multiple > 1 else math.ceil(share - 0.5 - 1e-9)
+        blocks = blocks if ratio >= params.ratio else math.ceil(share - 1e-9)
+        kept = one.multiple * max(1, blocks)
         gone.append(_ascending(one.scores)[: max(0, len(one.scores) - kept)])
     return gone
 

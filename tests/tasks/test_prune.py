@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 from tasks import checkpoint, fit
-from tasks.data import read
+from tasks.data import read, write
 from tasks.errors import Fault
 from tasks.files import read_json
 from tasks.fit import predict
 from tasks.prune import output_layers, prune, prune_channels, recalibrate
 from tasks.settings import PruneParams
+
+TEXT = Path(__file__).resolve().parent.parent / "tiny/text.py"
 
 
 def params(**changes: Any) -> PruneParams:
@@ -227,3 +229,30 @@ def test_no_epochs_leave_the_recalibrated_model(artifact: Any, data_folder: Path
     assert report.curve == []
     assert report.validation == report.validation_recalibrated
     assert checkpoint.load(tmp_path / "out").model.stem[0].out_channels == 8
+
+
+def test_a_text_model_loses_channels_in_steps_and_loads(text: Any, tmp_path: Path) -> None:
+    samples = text.samples(0)[0]
+    write(tmp_path / "train.npz", {name: value[:128] for name, value in samples.items()})
+    write(tmp_path / "validation.npz", {name: value[128:192] for name, value in samples.items()})
+    architecture = {"layers": 2, "width": 16}
+    made = checkpoint.Checkpoint(text.model(**architecture), str(TEXT), architecture)
+    checkpoint.save(made, tmp_path / "base")
+    given = params(only=["*.intermediate.dense"], scope="global", importance="taylor", steps=2, epochs=1, ratio=0.25)
+    report = prune(tmp_path / "base", tmp_path, tmp_path / "cut", given)
+    model = checkpoint.load(tmp_path / "cut").model
+    left = [layer.after for layer in report.layers if layer.name.endswith("intermediate.dense")]
+    assert sum(left) == 48 and all(width % 4 == 0 for width in left)
+    assert [layer.intermediate.dense.out_features for layer in model.net.bert.encoder.layer] == left
+    assert (report.cost.parameters_after, report.removed) == (fit.parameters(model), [])
+    assert [epoch.epoch for epoch in report.curve] == list(range(1, len(report.stages) + 1))
+    assert (
+        report.validation
+        == report.stages[-1].validation
+        == pytest.approx(fit.score(model, text, read(tmp_path / "validation.npz")))
+    )
+
+
+def test_norm_scale_ranks_channels_only() -> None:
+    with pytest.raises(ValueError, match="norm_scale with granularity channel"):
+        params(granularity="head", importance="norm_scale")

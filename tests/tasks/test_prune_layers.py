@@ -139,6 +139,11 @@ def test_only_speaks_of_the_layers_before_the_first_cut(bert: Any, text: Any, tr
     assert originals(STACK, 4, second.structure) == [0]
 
 
+def test_a_third_of_the_layers_is_the_nearest_number(text: Any, train: Any) -> None:
+    model = text.model(layers=6, width=16).eval()
+    assert prune_layers(model, text, train, params(ratio=0.34), 0.34, Cut([], {})).layers[0].after == 4
+
+
 def test_one_layer_always_stays(bert: Any, text: Any, train: Any) -> None:
     done = prune_layers(bert, text, train, params(ratio=0.99), 0.99, Cut([], {}))
     assert done.layers[0].after == len(bert.net.bert.encoder.layer) == 1
