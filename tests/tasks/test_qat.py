@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from tasks import checkpoint, fake_quant, fit, onnx_file, qat
+from tasks import checkpoint, fake_quant, fit, folding, onnx_file, qat
 from tasks.data import read, write
 from tasks.errors import Fault
 from tasks.export import export
@@ -169,8 +169,8 @@ def test_folding_changes_no_output_and_needs_a_convolution_of_its_own(tiny: Any,
     samples, model = read(data / "validation.npz"), tiny.model(width=8)
     fit.fine_tune(model, tiny, read(data / "train.npz"), samples, params())
     before = fit.predict(model, tiny, samples)["logits"]
-    for norm, conv in fake_quant.foldable(model, tiny, fit.tensors({"image": samples["image"][:2]})).items():
-        fake_quant.fold(model, norm, conv)
+    for norm, conv in folding.foldable(model, tiny, fit.tensors({"image": samples["image"][:2]})).items():
+        folding.fold(model, norm, conv)
     assert np.allclose(fit.predict(model, tiny, samples)["logits"], before, atol=1e-4)
     assert not any(isinstance(m, nn.BatchNorm2d) for m in model.modules())
 
