@@ -2,8 +2,9 @@
 
 Batch norms are first folded (tasks/folding.py), since an engine would. Every convolution and linear
 layer then quantises its input, with one scale, and its weight, with one scale for each output
-channel (Wu et al. 2020, arXiv:2004.09602). A sum around convolutions would bring floating point back, so its operands are
-quantised too: one that a convolution reads as well shares that convolution's quantiser.
+channel (Wu et al. 2020, arXiv:2004.09602). A sum around convolutions would bring floating point
+back, so its operands are quantised too: one that a convolution reads as well shares that
+convolution's quantiser.
 """
 
 from __future__ import annotations
