@@ -64,9 +64,9 @@ def weakest(candidates: Sequence[Candidate], ratio: float, params: PruneParams) 
     """Units of each candidate that go, so that the share `ratio` of what there was at the start is gone.
 
     With scope `layer` every candidate loses that share; what is left is rounded down to its multiple,
-    or to the nearest number if that is 1, or up while `ratio` is short of the one asked for. With scope `global` all are ranked
-    together, in blocks that keep the multiples, so that the total comes as near to the share as
-    blocks allow. A candidate keeps at least its multiple.
+    or to the nearest number if that is 1, or up while `ratio` is short of the one asked for. With
+    scope `global` all are ranked together, in blocks that keep the multiples, so that the total comes
+    as near to the share as blocks allow. A candidate keeps at least its multiple.
     """
     if params.scope == "global":
         return _weakest_of_all(candidates, ratio)
