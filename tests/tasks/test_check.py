@@ -87,7 +87,10 @@ def test_the_tiny_params_have_no_fault(found: Any) -> None:
             ["prune.slim.from: got 'base-onnx', made by export", "train, prune, sparsify, factorize, share, distill"],
         ),
         ({"build/base-ort/from": "base"}, ["build.base-ort.from: got 'base', made by train", "export, quantize"]),
-        ({"build/base-eager/from": "base-onnx"}, ["build.base-eager.from", "train, prune, sparsify, factorize, share, distill, qat"]),
+        (
+            {"build/base-eager/from": "base-onnx"},
+            ["build.base-eager.from", "train, prune, sparsify, factorize, share, distill, qat"],
+        ),
         ({"prune/base": {"from": "slim", "ratio": 0.5}}, ["prune.base: the name is taken by train.base"]),
         ({"train/Big Net": {}}, ["train.Big Net: got the name 'Big Net'", "lower-case letters"]),
         ({"train/..": {}}, ["train...: got the name '..'"]),

@@ -33,7 +33,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, text: Any) -> Path:
     root = tmp_path_factory.mktemp("text")
     data(TEXT, root / "data", DataParams(train=200, calibration=64, validation=60, test=80))
     torch.manual_seed(0)
-    checkpoint.save(checkpoint.Checkpoint(text.model(layers=2), str(TEXT)), root / "model")
+    checkpoint.save(checkpoint.Checkpoint(text.model(layers=2), str(TEXT), {"layers": 2}), root / "model")
     export(root / "model", root / "data", root / "onnx", ExportParams.model_validate({"from": "model"}))
     settings = QuantizeParams.model_validate({"from": "onnx", "activations": "dynamic", "samples": 64})
     quantize(root / "onnx", TEXT, root / "data", root / "int8", settings)
