@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -220,6 +221,9 @@ def _fail(reason: str, message: str, status: int) -> None:
 def main() -> None:
     """Run a command; faults of input print without a traceback and exit with 2."""
     _die_with_parent()
+    # A log's last line is shown while a stage runs: not the place for the libraries' deprecations.
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         app()

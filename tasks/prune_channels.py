@@ -80,7 +80,7 @@ def prune_channels(
     `round_to` channels, or one that can't be cut rightly; every other keeps at least `round_to`.
     """
     ratio = params.ratio if ratio is None else ratio
-    names = {m: n for n, m in model.named_modules() if isinstance(m, PRUNABLE)}
+    names: dict[nn.Module, str] = {m: n for n, m in model.named_modules() if isinstance(m, PRUNABLE)}
     require_named(list(names.values()), params)
     before = starts(last, {name: widths(module)[1] for module, name in names.items()})
     refused = _refused(model, task, names, params)
@@ -99,7 +99,7 @@ def prune_channels(
             Candidate(root, scores.view(group.parts, -1).mean(0).cpu(), before[root] // group.parts, multiple)
         )
     for group, units in zip(groups, weakest(candidates, ratio, params), strict=True):
-        reason = _kept(widths(group.root)[1], ratio, params)
+        reason: str | None = _kept(widths(group.root)[1], ratio, params)
         if units:
             reason = _remove(model, task, group, units)
         refused |= dict.fromkeys(group.outputs, reason) if reason else {}

@@ -148,7 +148,7 @@ def originals(stack: str, before: int, structure: Sequence[Kept]) -> list[int]:
 
 def renamed(structure: Sequence[Kept], before: Mapping[str, int]) -> dict[str, str]:
     """Names of the stacks' layers before they were cut, and after; "" for those that are gone."""
-    names = {}
+    names: dict[str, str] = {}
     for stack in dict.fromkeys(change.name for change in structure):
         alive = originals(stack, before[stack], structure)
         names |= {f"{stack}.{i}": f"{stack}.{alive.index(i)}" if i in alive else "" for i in range(before[stack])}
