@@ -33,7 +33,7 @@ repro: $(VENV)/.run ## The same through DVC alone, without Prefect
 test: $(VENV)/.test ## Lint, type checks and all tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses logical --maxprocesses 4 --dist loadfile
 
 ui: $(VENV)/.run ## Serve the MLflow UI of the embedded store on http://127.0.0.1:5000 (UI_PORT)
 	cd $(PLACE) && MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false $(BIN)/mlflow server --backend-store-uri sqlite:///mlflow.db \

@@ -1,4 +1,7 @@
-"""One lock file for this user's stages: held shared by those that compute, alone by those that measure."""
+"""One lock file for this user's stages: held shared by those that compute, alone by those that measure.
+
+ENGINESMITH_LOCK names another file, for users who share a machine.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-LOCK = Path("/tmp") / f"enginesmith-{os.getuid()}.lock"
+LOCK = Path(os.environ.get("ENGINESMITH_LOCK", f"/tmp/enginesmith-{os.getuid()}.lock"))
 
 
 @contextmanager

@@ -6,12 +6,15 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from ruamel.yaml import YAML
 
+# Tests measure nothing that counts: they neither wait for a real measurement nor for each other's.
+LOCK = os.environ["ENGINESMITH_LOCK"] = f"{tempfile.gettempdir()}/enginesmith-test-{os.getpid()}.lock"
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = (
     "flows",
@@ -39,6 +42,7 @@ def environment(folder: Path) -> dict[str, str]:
         "DVC_NO_ANALYTICS": "1",
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "GIT_CONFIG_GLOBAL": os.devnull,
+        "ENGINESMITH_LOCK": LOCK,
     }
 
 
