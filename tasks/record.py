@@ -201,7 +201,7 @@ def git_commit() -> str | None:
     if head.returncode != 0:
         return None
     dirty = subprocess.run(
-        ["git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":!dvc.lock"],
+        ["git", "status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude,glob)**/dvc.lock"],
         capture_output=True,
         text=True,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from tasks import layout
 from tasks.data import read, write
 from tasks.files import read_json
-from tasks.record import flat_metrics, in_store
+from tasks.record import flat_metrics, git_commit, in_store
 from tasks.results import restore
 
 ENGINES = ["wide-eager", "wide-ort", "thin-ort"]
@@ -196,3 +197,27 @@ def test_runs_of_another_target_are_not_reused(place: Any) -> None:
     place.record()
     other = record(place.tree, place.workload, replace(place.here, id="cpu-other"))
     assert (other.logged, other.reused) == (3, 0)
+
+
+def test_the_commit_tells_of_changes_anywhere_in_the_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also from a subfolder whose code is a link, as the second workload's is; lock files don't count."""
+
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.invalid", *words], cwd=tmp_path, check=True)
+
+    places, files = ("", "reviews"), ("tasks/a.py", "dvc.lock", "reviews/dvc.lock", "reviews/params.yaml")
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("1")
+    (tmp_path / "reviews/tasks").symlink_to("../tasks")
+    git("init", "-q")
+    git("add", "-A")
+    git("commit", "-qm", "start")
+    for changed in files:
+        (tmp_path / changed).write_text("2")
+        for place in places:
+            monkeypatch.chdir(tmp_path / place)
+            assert str(git_commit()).endswith("+") == (not changed.endswith("dvc.lock")), (changed, place)
+        (tmp_path / changed).write_text("1")
