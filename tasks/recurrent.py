@@ -24,19 +24,19 @@ def exportable(model: nn.Module) -> Iterator[None]:
     another initial state, a packed sequence, or an LSTM with a projection.
     """
     layers = [module for module in model.modules() if isinstance(module, nn.LSTM)]
-    for module in layers:
-        module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
-        for i in range(module.num_layers):
-            for name, value in _weights(module, i).items():
-                module.register_buffer(f"{name}{i}", value)
+    patched: list[tuple[nn.LSTM, str]] = []
     try:
+        for module in layers:
+            for i in range(module.num_layers):
+                for name, value in _weights(module, i).items():
+                    module.register_buffer(f"{name}{i}", value)
+                    patched.append((module, f"{name}{i}"))
+            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+            patched.append((module, "forward"))
         yield
     finally:
-        for module in layers:
-            del module.forward
-            for i in range(module.num_layers):
-                for name in _weights(module, i):
-                    delattr(module, f"{name}{i}")
+        for module, name in patched:
+            delattr(module, name)
 
 
 def _weights(module: nn.LSTM, layer: int) -> dict[str, torch.Tensor]:

@@ -72,3 +72,13 @@ def test_the_layer_computes_again_after_the_export_even_after_an_error() -> None
     with pytest.raises(NotImplementedError, match="zero states"), recurrent.exportable(layer):
         layer(x, (torch.zeros(1, 1, 3), torch.zeros(1, 1, 3)))
     assert torch.equal(layer(x)[0], before)
+
+
+def test_an_error_at_the_second_layer_leaves_the_first_as_it_was() -> None:
+    model = nn.Sequential(nn.LSTM(2, 3), nn.LSTM(3, 3))
+    del model[1].weight_hh_l0
+    before = set(model[0].__dict__), set(model[0].state_dict())
+    with pytest.raises(AttributeError, match="weight_hh_l0"), recurrent.exportable(model):
+        pass
+    assert (set(model[0].__dict__), set(model[0].state_dict())) == before
+    assert torch.isfinite(model[0](torch.ones(4, 1, 2))[0]).all()
