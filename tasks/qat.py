@@ -18,7 +18,6 @@ from tasks import account, checkpoint, fake_quant, fit, layout
 from tasks.calibration import check_samples
 from tasks.data import read
 from tasks.errors import Fault
-from tasks.fake_quant import restore as restore  # structure.FakeQuantized asks for it here
 from tasks.files import sha256
 from tasks.settings import QatParams
 from tasks.structure import FakeQuantized

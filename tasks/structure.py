@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,15 +23,19 @@ class Factorized:
 
 @dataclass(frozen=True)
 class Kept:
-    """A stack of layers (ModuleList or Sequential) of which only `layers` were kept, by index."""
+    """A stack of layers (ModuleList or Sequential) of which only `layers` were kept, by index.
+
+    Numbered layers are numbered anew; those with names of their own keep them.
+    """
 
     name: str
     layers: tuple[int, ...]
 
     def apply(self, model: nn.Module) -> None:
         stack = model.get_submodule(self.name)
-        assert isinstance(stack, nn.ModuleList | nn.Sequential)
-        replace_module(model, self.name, type(stack)(*_arguments(stack, self.layers)))
+        children = list(stack._modules.values())
+        names = kept_names(list(stack._modules), self.layers)
+        stack._modules = {name: children[i] for name, i in zip(names, self.layers, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ class FakeQuantized:
     settings: dict[str, Any]
 
     def apply(self, model: nn.Module) -> None:
-        from tasks.qat import restore
+        from tasks.fake_quant import restore
 
         restore(model, self.settings)
 
@@ -70,7 +76,19 @@ def read(stored: dict[str, Any]) -> Change:
 
 
 def factors(module: nn.Module, rank: int) -> nn.Sequential:
-    """Two fresh layers of a given rank in place of a linear layer, an embedding or an ungrouped convolution."""
+    """Two fresh layers of a given rank in place of a linear layer, an embedding or an ungrouped convolution.
+
+    Those of a frozen weight are frozen, and so is a frozen bias.
+    """
+    pair = _pair(module, rank)
+    for own in pair:
+        own.weight.requires_grad_(module.weight.requires_grad)  # type: ignore[operator,union-attr]
+    if getattr(module, "bias", None) is not None:
+        pair[1].bias.requires_grad_(module.bias.requires_grad)  # type: ignore[operator,union-attr]
+    return pair
+
+
+def _pair(module: nn.Module, rank: int) -> nn.Sequential:
     if isinstance(module, nn.Linear):
         return nn.Sequential(
             nn.Linear(module.in_features, rank, bias=False),
@@ -98,6 +116,32 @@ def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
     setattr(model.get_submodule(parent), key, new)
 
 
-def _arguments(stack: nn.ModuleList | nn.Sequential, layers: tuple[int, ...]) -> tuple[Any, ...]:
-    kept = [stack[i] for i in layers]
-    return tuple(kept) if isinstance(stack, nn.Sequential) else (kept,)
+def kept_names(names: Sequence[str], layers: Sequence[int]) -> list[str]:
+    """What the layers of a stack that stay are called after: numbers from 0 if they were, else their own names."""
+    numbered = list(names) == [str(i) for i in range(len(names))]
+    return [str(i) for i in range(len(layers))] if numbered else [names[i] for i in layers]
+
+
+def shared_parameters(model: nn.Module) -> set[int]:
+    """Ids of parameters that more than one module holds; a module in several places is one."""
+    once: set[int] = set()
+    shared: set[int] = set()
+    for module in model.modules():
+        own = {id(p) for p in module.parameters(recurse=False)}
+        shared |= own & once
+        once |= own
+    return shared
+
+
+@contextlib.contextmanager
+def thawed(model: nn.Module) -> Iterator[None]:
+    """Frozen parameters get gradients too, so that gradients by what they make are there; they are frozen after."""
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+            parameter.grad = None

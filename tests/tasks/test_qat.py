@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -152,6 +153,11 @@ def test_a_reloaded_model_predicts_the_same(made: Any, base: Path, data: Path, t
     assert np.array_equal(fit.predict(model, tiny, samples)["logits"], again)
     checkpoint.save(loaded, base.with_name("twice"))
     assert (base.with_name("twice") / checkpoint.FILE).read_bytes() == (folder / checkpoint.FILE).read_bytes()
+
+
+def test_loading_needs_nothing_of_the_step(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tasks.qat", None)
+    assert fake_quant.quantizers(checkpoint.load(made["tensorrt"][1]).model)
 
 
 def test_a_pruned_model_is_quantised_and_reloaded(tiny: Any, workload_path: Path, data: Path, tmp_path: Path) -> None:
