@@ -18,12 +18,13 @@ from tasks.settings import (
     DistillParams,
     EvaluateParams,
     Params,
+    QatParams,
     QuantizeParams,
     Settings,
     TrainParams,
     min_rounds,
 )
-from tasks.workloads.protocol import Workload, load_workload
+from tasks.workloads.protocol import Workload, axes, load_workload
 
 CALIBRATIONS = {"onnxruntime": ("minmax", "entropy", "percentile"), "tensorrt": ("minmax", "entropy")}
 DEFAULTED = ("data", "evaluate", "benchmark", "gates")
@@ -60,6 +61,12 @@ def _meaning_faults(raw: dict[str, Any], models: bool) -> list[str]:
             f"data.calibration: got {data.calibration}, expected at most data.train ({data.train}): "
             "it is drawn from the training split"
         )
+    for name, qat in _valid(raw, "qat", QatParams):
+        if data and qat.samples > data.calibration:
+            found.append(
+                f"qat.{name}.samples: got {qat.samples}, expected at most data.calibration ({data.calibration}): "
+                "raise that or lower this"
+            )
     for name, build in _valid(raw, "build", BuildParams):
         found += [
             f"build.{name}.max_batch: got {build.max_batch}, expected at least {section}.{key} ({batch}): raise it"
@@ -96,6 +103,11 @@ def _workload_faults(raw: dict[str, Any], evaluate: EvaluateParams | None, model
     except Fault as error:
         return [f"workload: {error.line}"]
     found, metrics = _model_faults(raw, workload) if models else [], workload.METRICS
+    timing = _part(raw, "benchmark", BenchmarkParams)
+    longest = max(axes(workload).values(), default=None)
+    if timing and timing.length is not None and (longest is None or timing.length > longest):
+        expected = f"at most {longest}" if longest else "nothing, since the workload has no dynamic axis"
+        found.append(f"benchmark.length: got {timing.length}, expected {expected}: lower it or leave it out")
     if evaluate is None or evaluate.metric in metrics:
         return found
     return [

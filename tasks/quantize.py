@@ -252,15 +252,15 @@ def fidelity(parent: Path, child: Path, inputs: Arrays) -> tuple[dict[str, float
     snr, cosine = {}, {}
     for name, expected in want.items():
         a, b = expected.ravel().astype(np.float64), got[name].ravel().astype(np.float64)
+        if not (np.isfinite(a).all() and np.isfinite(b).all()):
+            raise Fault(
+                f"output {name} is not finite after quantisation",
+                got=f"{int((~np.isfinite(b)).sum())} of {b.size} values are NaN or infinity",
+                expected="finite values",
+                do="look at the scales and at constants of the model",
+            )
         signal, noise = float((a**2).sum()), float(((a - b) ** 2).sum())
         snr[name] = MAX_SNR_DB if noise == 0 else min(MAX_SNR_DB, float(10 * np.log10(max(signal, 1e-30) / noise)))
         norms = float(np.linalg.norm(a) * np.linalg.norm(b))
         cosine[name] = float(a @ b / norms) if norms else float(noise == 0)
-        if not np.isfinite(snr[name]):
-            raise Fault(
-                f"output {name} is not finite after quantisation",
-                got=f"SNR {snr[name]}",
-                expected="finite values",
-                do="look at the scales and at constants of the model",
-            )
     return snr, cosine

@@ -35,6 +35,7 @@ ARCHIVE_SHA256 = "5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632
 WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 INNER, TABLE = "additional_resources/hutto_ICWSM_2014.tar.gz", "movieReviewSnippets_GroundTruth.txt"
 NEUTRAL = 0.5
+LAYERS, WIDTH = 6, 384
 
 
 def accuracy(outputs: dict[str, np.ndarray], labels: np.ndarray) -> np.ndarray:
@@ -87,23 +88,27 @@ def sentences() -> list[tuple[str, str]]:
     return [(rating, words.strip()) for _, rating, words in rows]
 
 
-def model(kind: str = "bert", layers: int = 6, width: int = 128, **unknown: Any) -> torch.nn.Module:
+def model(kind: str = "bert", layers: int = 6, width: int | None = None, **unknown: Any) -> torch.nn.Module:
     """Inputs [n, tokens] to logits [n, 2].
 
-    `bert`: MiniLM with `layers` of its six layers, evenly spaced, pretrained. `lstm`: a
-    bidirectional LSTM of `width` on MiniLM's frozen word embeddings (Tang et al. 2019, arXiv:1903.12136).
+    `bert`: MiniLM with `layers` of its six layers, evenly spaced, pretrained; with a `width`
+    other than 384, a multiple of 32, only the word embeddings are, cut to their first principal components.
+    `lstm`: a bidirectional LSTM of `width` (128) on MiniLM's frozen word embeddings (Tang et al.
+    2019, arXiv:1903.12136).
     """
-    if unknown or kind not in ("bert", "lstm") or type(layers) is not int or not 1 <= layers <= 6 or width < 1:
+    fits = {"bert": WIDTH if width is None else width, "lstm": 128 if width is None else width}.get(kind)
+    bad = type(layers) is not int or not 1 <= layers <= LAYERS or type(fits) is not int or fits < 1
+    if unknown or bad or (kind == "bert" and fits % 32) or (kind == "lstm" and layers != LAYERS):
         raise Fault(
             "reviews has no such model",
             got={"kind": kind, "layers": layers, "width": width, **unknown},
-            expected="kind: bert with layers: 1 to 6, or kind: lstm with width: at least 1",
+            expected="kind: bert with layers: 1 to 6 and width: a multiple of 32, or kind: lstm with a width alone",
             do="mend `model:` or `student:`",
         )
-    return _lstm(width) if kind == "lstm" else _bert(layers)
+    return _lstm(fits) if kind == "lstm" else _bert(layers, fits)
 
 
-def _bert(layers: int) -> torch.nn.Module:
+def _bert(layers: int, width: int) -> torch.nn.Module:
     import torch
     from transformers import BertConfig, BertForSequenceClassification
     from transformers.utils import logging
@@ -112,7 +117,13 @@ def _bert(layers: int) -> torch.nn.Module:
         def __init__(self) -> None:
             super().__init__()
             config = BertConfig.from_pretrained(
-                _pretrained(), num_hidden_layers=layers, num_labels=2, attn_implementation="eager"
+                _pretrained(),
+                num_hidden_layers=layers,
+                hidden_size=width,
+                num_attention_heads=width // 32,
+                intermediate_size=4 * width,
+                num_labels=2,
+                attn_implementation="eager",
             )
             self.net = BertForSequenceClassification(config)
 
@@ -123,7 +134,21 @@ def _bert(layers: int) -> torch.nn.Module:
 
     logging.set_verbosity_error()
     made = Bert()
-    kept = [round(i) for i in np.linspace(0, 5, layers)] if layers > 1 else [5]
+    words = made.net.bert.embeddings.word_embeddings
+    if width == WIDTH:
+        made.net.bert.load_state_dict(_kept(layers), strict=False)
+        made.net.bert.embeddings.requires_grad_(False)
+    else:
+        table = _weights()["embeddings.word_embeddings.weight"]
+        _, directions = torch.linalg.eigh(table.T @ table)
+        words.load_state_dict({"weight": table @ directions[:, -width:].flip(1)})
+        words.requires_grad_(False)
+    return made
+
+
+def _kept(layers: int) -> dict[str, torch.Tensor]:
+    """MiniLM's weights with `layers` of its layers, evenly spaced, the last among them."""
+    kept = [round(i) for i in np.linspace(0, LAYERS - 1, layers)] if layers > 1 else [LAYERS - 1]
     weights = {}
     for name, value in _weights().items():
         parts = name.split(".")
@@ -132,9 +157,7 @@ def _bert(layers: int) -> torch.nn.Module:
                 continue
             parts[2] = str(kept.index(int(parts[2])))
         weights[".".join(parts)] = value
-    made.net.bert.load_state_dict(weights, strict=False)
-    made.net.bert.embeddings.requires_grad_(False)
-    return made
+    return weights
 
 
 def _lstm(width: int) -> torch.nn.Module:

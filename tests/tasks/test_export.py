@@ -17,9 +17,10 @@ from torch import nn
 from tasks import checkpoint, onnx_file
 from tasks.data import read
 from tasks.errors import Fault
-from tasks.export import check_file, export, parity, to_onnx
+from tasks.export import check_file, export, to_onnx
 from tasks.files import read_json, sha256, size_bytes
 from tasks.fit import predict
+from tasks.parity import parity
 from tasks.settings import ExportParams
 
 FORMS = {

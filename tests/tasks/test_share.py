@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from tasks import account, checkpoint, export, factorize, fit, share
+from tasks import account, checkpoint, export, factorize, fit, parity, share
 from tasks.data import write
 from tasks.errors import Fault
 from tasks.settings import FactorizeParams, ShareParams
@@ -123,7 +123,7 @@ def test_onnx_holds_a_shared_weight_once(tmp_path: Path, text: Any) -> None:
     held = sum(len(tensor.raw_data) for tensor in graph.initializer)
     layer = 4 * fit.parameters(model.get_submodule(STACK)[0])
     assert held < 4 * fit.parameters(model) + layer / 8
-    assert export.parity(model, text, tmp_path, text.samples(1)[0]) < 1e-4
+    assert parity.parity(model, text, tmp_path, text.samples(1)[0]) < 1e-4
 
 
 def test_a_shared_model_is_shared_further_and_factorised_once(

@@ -41,7 +41,7 @@ def test_rows_start_and_end_as_bert_wants_and_padding_follows(found: Any, review
     assert (ids[np.arange(48) >= used[:, None]] == 0).all()
 
 
-@pytest.mark.parametrize("architecture", [{"layers": 2}, {"kind": "lstm", "width": 8}])
+@pytest.mark.parametrize("architecture", [{"layers": 2}, {"layers": 1, "width": 64}, {"kind": "lstm", "width": 8}])
 def test_padding_changes_no_answer(found: Any, reviews: Any, architecture: dict[str, Any]) -> None:
     model = reviews.model(**architecture).eval()
     rows = np.argsort(reviews.lengths(found[0]))[:4]
@@ -66,13 +66,31 @@ def test_a_shallower_model_holds_pretrained_layers_evenly_spaced(reviews: Any) -
         assert torch.equal(layer.attention.self.query.weight, want)
 
 
+def test_a_narrower_model_keeps_what_words_have_in_common(reviews: Any) -> None:
+    narrow, wide = (reviews.model(layers=1, **w).net.bert.embeddings.word_embeddings for w in ({"width": 192}, {}))
+    assert not narrow.weight.requires_grad
+    words = [2204, 6581, 6659, 2919]  # good, excellent, terrible, bad
+    gram, reduced = (e.weight[words].detach() @ e.weight[words].detach().T for e in (wide, narrow))
+    assert (gram - reduced).norm() < 0.3 * gram.norm()
+
+
 def test_embeddings_are_frozen(reviews: Any) -> None:
     frozen = {name for name, p in reviews.model(layers=1).named_parameters() if not p.requires_grad}
     assert frozen and all(".embeddings." in name for name in frozen)
 
 
 @pytest.mark.parametrize(
-    "keywords", [{"layers": 7}, {"layers": 0}, {"kind": "gru"}, {"kind": "lstm", "width": 0}, {"depth": 2}]
+    "keywords",
+    [
+        {"layers": 7},
+        {"layers": 0},
+        {"kind": "gru"},
+        {"kind": "lstm", "width": 0},
+        {"kind": "lstm", "layers": 2},
+        {"depth": 2},
+        {"width": 100},
+        {"width": "64"},
+    ],
 )
 def test_unknown_models_are_refused(reviews: Any, keywords: dict[str, Any]) -> None:
     with pytest.raises(Fault, match="reviews has no such model"):
