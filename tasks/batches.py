@@ -15,6 +15,11 @@ from tasks.workloads.protocol import Arrays, Workload
 POOL = 50
 
 
+def tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
+    """Arrays as tensors that share their memory."""
+    return {name: torch.from_numpy(value) for name, value in arrays.items()}
+
+
 def shuffled(n: int, steps: int, lengths: np.ndarray | None) -> list[torch.Tensor]:
     """The rows of an epoch's `steps` batches, drawn from PyTorch's generator: each of the `n` samples once.
 
@@ -24,14 +29,14 @@ def shuffled(n: int, steps: int, lengths: np.ndarray | None) -> list[torch.Tenso
     order = torch.randperm(n)
     if lengths is None:
         return list(order.tensor_split(steps))
-    batches: list[torch.Tensor] = []
+    pooled: list[torch.Tensor] = []
     parts, pool = order.tensor_split(steps), min(POOL, max(1, steps // 4))
     for start in range(0, steps, pool):
         taken = parts[start : start + pool]
         rows = torch.cat(taken)
         rows = rows[torch.from_numpy(np.argsort(lengths[rows.numpy()], kind="stable"))]
-        batches += rows.split([len(part) for part in taken])
-    return [batches[i] for i in torch.randperm(steps).tolist()]
+        pooled += rows.split([len(part) for part in taken])
+    return [pooled[i] for i in torch.randperm(steps).tolist()]
 
 
 def ordered(n: int, size: int, lengths: np.ndarray | None) -> list[torch.Tensor]:
@@ -44,4 +49,4 @@ def take(task: Workload, arrays: Arrays, rows: torch.Tensor, lengths: np.ndarray
     """These rows of every array; inputs are cut to the longest of them if there are `lengths`."""
     if lengths is not None:
         arrays = protocol.cut(task, arrays, max(1, int(lengths[rows.numpy()].max())))
-    return {name: torch.from_numpy(value)[rows] for name, value in arrays.items()}
+    return {name: value[rows] for name, value in tensors(arrays).items()}

@@ -1,4 +1,4 @@
-"""The training loop that train, prune and distill share."""
+"""The training loop that all model steps share."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from tasks import batches
 from tasks import resume as states
+from tasks.batches import tensors as tensors
 from tasks.errors import Fault
 from tasks.settings import FitParams
 from tasks.training import Epoch as Epoch
@@ -40,11 +41,6 @@ def forward(model: nn.Module, workload: Workload, inputs: Tensors) -> Tensors:
         return {name: result[name] for name in workload.OUTPUTS}
     results = result if isinstance(result, tuple | list) else (result,)
     return dict(zip(workload.OUTPUTS, results, strict=True))
-
-
-def tensors(arrays: Arrays) -> Tensors:
-    """Arrays as tensors that share their memory."""
-    return {name: torch.from_numpy(value) for name, value in arrays.items()}
 
 
 @contextlib.contextmanager
@@ -127,7 +123,7 @@ def fit(
     of the best validation epoch are kept; a loss or score that isn't finite raises ValueError.
     Where `masks` (parameter name → boolean) are False, weights are zero before the first step and after each.
     With a file `resume`, a training that was killed goes on after the last epoch whose state is there, to the
-    same weights; a state of other settings, weights, data or loss is left. Prints one line an epoch, and in
+    same weights; a state of other settings, weights, data, loss or code is left. Prints one line an epoch, and in
     epochs above 20 s one every 10 s.
     """
     seed_everything(params.seed, params.threads)
@@ -139,7 +135,7 @@ def fit(
         return loss(forward(model, workload, inputs), inputs["label"], rows)
 
     run = Training(model, params, len(train["label"]), lengths, value, lambda: apply_masks(model, masks))
-    belongs_to = states.digest(params, model, masks, train, validation) if resume else ""
+    belongs_to = states.digest(params, workload, model, masks, train, validation) if resume else ""
     if not (resume and run.go_on(states.load(resume, belongs_to))):
         seed_everything(params.seed, params.threads)
         run.choose_threads()

@@ -10,16 +10,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from tasks.files import atomic
+from tasks import batches
+from tasks.files import atomic, sha256
 from tasks.settings import FitParams
-from tasks.workloads.protocol import Arrays
+from tasks.workloads.protocol import Arrays, Workload
+
+CODE = tuple(Path(__file__).with_name(f"{name}.py") for name in ("fit", "training", "batches"))
 
 
-def digest(params: FitParams, model: nn.Module, masks: Mapping[str, torch.Tensor] | None, *splits: Arrays) -> str:
-    """What a training's state belongs to: settings, initial weights, masks, data with labels, PyTorch's version."""
+def digest(
+    params: FitParams, task: Workload, model: nn.Module, masks: Mapping[str, torch.Tensor] | None, *splits: Arrays
+) -> str:
+    """What a training's state belongs to.
+
+    Settings, initial weights, masks, data with labels, PyTorch's version, the training loop's code and the
+    workload's file.
+    """
     found = hashlib.sha256(f"{torch.__version__} {type(params).__name__} {params.model_dump_json()}".encode())
-    arrays = [{name: torch.from_numpy(value) for name, value in split.items()} for split in splits]
-    for named in (model.state_dict(), masks or {}, *arrays):
+    workload = getattr(task, "__file__", None)
+    for file in (*CODE, *([Path(workload)] if workload else ())):
+        found.update(f"\0{file.name} {sha256(file)}\0".encode())
+    for named in (model.state_dict(), masks or {}, *map(batches.tensors, splits)):
         for name, value in sorted(named.items()):
             if isinstance(value, torch.Tensor):
                 found.update(f"\0{name} {value.dtype} {tuple(value.shape)}\0".encode())
@@ -45,6 +56,6 @@ def load(path: Path, belongs_to: str) -> dict[str, Any] | None:
         print(f"{path} can't be read ({type(error).__name__}): training from the start", flush=True)
         return None
     if not isinstance(state, dict) or state.get("digest") != belongs_to:
-        print(f"{path} is of other settings, weights or data: training from the start", flush=True)
+        print(f"{path} is of other settings, weights, data or code: training from the start", flush=True)
         return None
     return state

@@ -152,7 +152,11 @@ class Training:
         """Take over a state, if its first batch had the loss that it has now: the loss may know a teacher."""
         if state is None:
             return False
-        curve = [Epoch(**point) for point in state["curve"]]
+        try:
+            curve = [Epoch(**point) for point in state["curve"]]
+        except TypeError as error:
+            print(f"the saved state can't be read ({error}): training from the start", flush=True)
+            return False
         torch.set_num_threads(curve[-1].threads)
         torch.manual_seed(self.params.seed)
         self.model.train()

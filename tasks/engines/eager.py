@@ -71,7 +71,7 @@ class EagerSession:
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
         with torch.inference_mode():
-            outputs = forward(self._model, self._task, {n: torch.from_numpy(batch[n]) for n in self._task.INPUTS})
+            outputs = forward(self._model, self._task, tensors({n: batch[n] for n in self._task.INPUTS}))
         return {name: value.numpy() for name, value in outputs.items()}
 
     def synchronize(self) -> None:

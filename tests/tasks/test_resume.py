@@ -109,12 +109,19 @@ def changed_label(splits: Any) -> Any:
     return {**train, "label": label}, validation
 
 
-@pytest.mark.parametrize("what", ["settings", "weights", "labels", "masks", "torch", "damaged", "cut off", "no state"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        *("settings", "weights", "labels", "masks", "torch", "workload", "code"),
+        *("damaged", "cut off", "no state", "other epochs"),
+    ],
+)
 def test_another_trainings_state_is_left(
     tiny: Any,
     splits: Any,
     file: Path,
     what: str,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -130,6 +137,17 @@ def test_another_trainings_state_is_left(
         given = {"masks": {"head.weight": torch.rand(4, 16) < 0.5}}
     elif what == "torch":
         monkeypatch.setattr(torch, "__version__", "0.0")
+    elif what in ("workload", "code"):
+        true = Path(tiny.__file__) if what == "workload" else resume.CODE[0]
+        other = tmp_path / true.name
+        other.write_text(f"{true.read_text()}\n# edited\n")
+        if what == "workload":
+            monkeypatch.setattr(tiny, "__file__", str(other))
+        else:
+            monkeypatch.setattr(resume, "CODE", (other, *resume.CODE[1:]))
+    elif what == "other epochs":
+        state = torch.load(file)
+        torch.save({**state, "curve": [{**e, "grade": 1} for e in state["curve"]]}, file)
     elif what == "no state":
         torch.save([1], file)
     else:
@@ -231,13 +249,14 @@ def test_a_finished_step_removes_its_states_and_no_other_artifacts() -> None:
     assert left == ["base-1-x", "base-2", "base-kd", "mybase"]
 
 
-def test_a_digest_knows_every_entry(tiny: Any) -> None:
+def test_a_digest_knows_every_entry(tiny: Any, text: Any) -> None:
     model, data = model_of(tiny), {"x": np.zeros(3, np.float32)}
     found = {
-        resume.digest(PARAMS, model, None, data),
-        resume.digest(PARAMS, model, {}, {"x": np.zeros(3, np.float64)}),
-        resume.digest(PARAMS, model, {}, {"x": np.zeros((3, 1), np.float32)}),
-        resume.digest(PARAMS, model, {}, {"y": np.zeros(3, np.float32)}),
-        resume.digest(PARAMS, model, {}, data, data),
+        resume.digest(PARAMS, tiny, model, None, data),
+        resume.digest(PARAMS, tiny, model, {}, {"x": np.zeros(3, np.float64)}),
+        resume.digest(PARAMS, tiny, model, {}, {"x": np.zeros((3, 1), np.float32)}),
+        resume.digest(PARAMS, tiny, model, {}, {"y": np.zeros(3, np.float32)}),
+        resume.digest(PARAMS, tiny, model, {}, data, data),
+        resume.digest(PARAMS, text, model, None, data),
     }
-    assert len(found) == 5
+    assert len(found) == 6
