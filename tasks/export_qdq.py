@@ -45,6 +45,7 @@ def to_qdq(
     for name, (_, shape) in task.INPUTS.items():
         free[name] = {0: "batch", **{i: e for i, e in enumerate(shape, 1) if isinstance(e, str)}}
     twin = copy.deepcopy(model).eval()
+    fake_quant.bound_biases(twin)  # Training may have moved biases far from where calibration saw them.
     _as_8_bit(twin)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # ModelOpt's checks of ranges are no part of the graph.
@@ -149,7 +150,10 @@ def _unsigned_activations(graph: gs.Graph) -> None:
 
 
 def _integer_biases(graph: gs.Graph) -> None:
-    """Biases in INT32, in units of input scale times weight scale, which integer kernels add as they are."""
+    """Biases in INT32, in units of input scale times weight scale, which integer kernels add as they are.
+
+    Raises Fault if one doesn't fit.
+    """
     for node in [n for n in graph.nodes if n.op in ("Conv", "ConvTranspose", "Gemm")]:
         if len(node.inputs) < 3 or not isinstance(node.inputs[2], gs.Constant):
             continue
@@ -159,10 +163,16 @@ def _integer_biases(graph: gs.Graph) -> None:
         bias: gs.Constant = node.inputs[2]
         scale = (makers[0].inputs[1].values * makers[1].inputs[1].values).astype(np.float32).reshape(-1)
         scale = np.broadcast_to(scale, bias.values.shape).copy()
-        limits = np.iinfo(np.int32)
-        numbers = np.clip(np.rint(bias.values.astype(np.float64) / scale), limits.min, limits.max).astype(np.int32)
+        numbers = np.rint(bias.values.astype(np.float64) / scale)
+        if not (np.abs(numbers) <= np.iinfo(np.int32).max).all():
+            raise Fault(
+                f"bias {bias.name} doesn't fit 32 bits",
+                got=f"{np.abs(numbers).max():.3g} steps of input times weight",
+                expected=f"at most {np.iinfo(np.int32).max}",
+                do="calibrate on more samples, or use style: tensorrt, whose biases are floating point",
+            )
         output = gs.Variable(f"{bias.name}_dequantized", np.float32, bias.values.shape)
-        inputs: list[Any] = [gs.Constant(f"{bias.name}_{node.name}_int32", numbers)]
+        inputs: list[Any] = [gs.Constant(f"{bias.name}_{node.name}_int32", numbers.astype(np.int32))]
         inputs += [gs.Constant(f"{bias.name}_{node.name}_scale", scale)]
         inputs += [gs.Constant(f"{bias.name}_{node.name}_zero", np.zeros(scale.shape, np.int32))]
         graph.nodes.append(gs.Node("DequantizeLinear", f"{node.name}_bias", {"axis": 0}, inputs, [output]))

@@ -20,8 +20,9 @@ from tasks import fit
 from tasks.calibration import check_ranges
 from tasks.folding import CONVOLUTION, fold, foldable
 from tasks.quantized_sums import Sums
-from tasks.workloads.protocol import Arrays, Workload
+from tasks.workloads.protocol import Arrays, Workload, axes
 
+BATCH, SIMILAR = 256, 16
 BINS = 512
 BIAS_STEPS = 2.0**30
 WEIGHT_BITS = {"tensorrt": 8, "onnxruntime": 7}
@@ -91,6 +92,8 @@ def insert(model: nn.Module, plan: Plan) -> None:
         module = model.get_submodule(name)
         if not hasattr(module, "weight_quantizer"):
             QuantModuleRegistry.convert(module)
+            if name in plan.unsigned:
+                module.get_submodule("input_quantizer").register_forward_pre_hook(_saturate)
     configure(model, plan)
 
 
@@ -112,8 +115,6 @@ def _set(quantizer: Any, bits: int, axis: int | None, unsigned: bool, ranges: to
         {"num_bits": bits, "axis": axis, "unsigned": unsigned, "narrow_range": False, "enable": True}
     )
     quantizer.amax = ranges
-    if unsigned:
-        quantizer.register_forward_pre_hook(_saturate)
 
 
 def _saturate(_: nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
@@ -145,7 +146,8 @@ def calibrate(model: nn.Module, task: Workload, samples: Arrays, method: str) ->
     """Find every quantiser's range: a weight's is its largest magnitude, an activation's goes by `method`.
 
     `max` takes the largest magnitude, `percentile` the 99.99th of a histogram, `entropy` what loses
-    least of the histogram by Kullback-Leibler divergence.
+    least of the histogram by Kullback-Leibler divergence. With a dynamic axis, batches are small ones of
+    similar length, so that padding weighs little.
     """
     found = quantizers(model)
     for quantizer in found.values():
@@ -155,16 +157,20 @@ def calibrate(model: nn.Module, task: Workload, samples: Arrays, method: str) ->
             quantizer._calibrator._num_bins = BINS
         quantizer.enable_calib()
     with _observing(model):
-        fit.predict(model, task, samples)
+        fit.predict(model, task, samples, _batch(task))
     for quantizer in found.values():
         quantizer.load_calib_amax(*([method] if method != "max" and quantizer.axis is None else []))
         quantizer.disable_calib()
         quantizer._calibrator.reset()
-    _bound_biases(model)
+    bound_biases(model)
     check_ranges({name: (-float(q.amax.max()), float(q.amax.max())) for name, q in found.items()})
 
 
-def _bound_biases(model: nn.Module) -> None:
+def _batch(task: Workload) -> int:
+    return SIMILAR if axes(task) else BATCH
+
+
+def bound_biases(model: nn.Module) -> None:
     """Widen a channel's weight range where its bias, counted in steps of input times weight, would pass 32 bits.
 
     Such weights are next to nothing beside the bias: a dead channel's.
@@ -190,7 +196,7 @@ def _lowest_inputs(model: nn.Module, task: Workload, samples: Arrays) -> dict[st
 
     hooks = [module.register_forward_pre_hook(hook) for module in names]
     try:
-        fit.predict(model, task, samples)
+        fit.predict(model, task, samples, _batch(task))
     finally:
         for handle in hooks:
             handle.remove()

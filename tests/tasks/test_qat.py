@@ -348,6 +348,58 @@ def test_a_dead_channel_s_bias_fits_32_bits(tmp_path: Path) -> None:
     assert noise(run(tmp_path, {"x": samples["x"]}, optimise=True), expected) < 0.02
 
 
+def test_a_bias_that_training_moved_fits_32_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, samples = nn.Sequential(nn.Conv2d(2, 3, 1), nn.Flatten()), arrays(2, 2, 2)
+    with torch.no_grad():
+        model[0].weight[1] = 1e-9
+        model[0].bias[1] = 0.0
+    task = task_of(model, {"x": ("float32", (2, 2, 2))})
+    quantised(model, task, samples, style="onnxruntime")
+    with torch.no_grad():
+        model[0].bias[1] = 3.0
+    to_qdq(model, task, tmp_path / "model.onnx", EXPORT, "onnxruntime")
+    expected = fit.predict(model, task, samples)["y"]
+    assert noise(run(tmp_path, {"x": samples["x"]}), expected) < 0.02
+    monkeypatch.setattr(fake_quant, "bound_biases", lambda _: None)
+    with pytest.raises(Fault, match="bias 0.bias doesn't fit 32 bits"):
+        to_qdq(model, task, tmp_path / "model.onnx", EXPORT, "onnxruntime")
+
+
+def test_a_quantiser_of_what_is_never_negative_cuts_off_once() -> None:
+    model, samples = nn.Sequential(nn.Linear(4, 3)), arrays(4)
+    positive = {**samples, "x": np.abs(samples["x"])}
+    plan = quantised(model, task_of(model, {"x": ("float32", (4,))}), positive, style="onnxruntime")
+    again = nn.Sequential(nn.Linear(4, 3))
+    fake_quant.restore(again, plan.settings())
+    for made in (model, again):
+        assert len(made[0].input_quantizer._forward_pre_hooks) == 1
+
+
+@pytest.mark.parametrize("method", ["max", "percentile"])
+def test_padding_doesn_t_widen_the_ranges_of_a_dynamic_axis(make_workload: Any, method: str) -> None:
+    """The fault: in one batch of short and long samples, most of what calibration sees is padding."""
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(8, 4), nn.Linear(4, 2)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.table(ids)).mean(1)
+
+    torch.manual_seed(0)
+    model = Words()
+    with torch.no_grad():
+        model.table.weight.clamp_(-1, 1)[0] = 100.0
+    task = make_workload(model, {"ids": ("int64", ("tokens",))})
+    task.AXES, task.lengths = {"tokens": 12}, lambda inputs: (inputs["ids"] > 0).sum(1)
+    used = np.random.default_rng(0).permutation(np.repeat([3, 12, 7], 16))
+    ids = np.where(np.arange(12) < used[:, None], np.random.default_rng(0).integers(1, 8, (48, 12)), 0)
+    quantised(model, task, {"ids": ids, "label": np.zeros(48, np.int64)}, calibration=method)
+    assert float(model.head.input_quantizer.amax) <= 1
+
+
 def test_values_that_calibration_never_saw_are_cut_off(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, samples = nn.Sequential(nn.Linear(4, 3)), arrays(4)
