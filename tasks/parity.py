@@ -1,4 +1,4 @@
-"""The proof that an ONNX file computes what its PyTorch model does."""
+"""Proofs that an ONNX file computes what its PyTorch model does, or nearly what its parent file does."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ PROOF_BATCHES = (1, 3, 7)
 TOLERANCE = 1e-3
 # Integer kernels round elsewhere than PyTorch's floats: now and then a value lands on the next step. 30 dB.
 QUANTIZED_TOLERANCE = 0.03
+MAX_SNR_DB = 200.0
 
 
 def parity(model: nn.Module, task: Workload, folder: Path, samples: Arrays, quantized: bool = False) -> float:
@@ -48,6 +49,35 @@ def parity(model: nn.Module, task: Workload, folder: Path, samples: Arrays, quan
                 worst, *(_difference(name, got[name], expected[name], size, quantized) for name in task.OUTPUTS)
             )
     return worst
+
+
+def fidelity(parent: Path, child: Path, inputs: Arrays) -> tuple[dict[str, float], dict[str, float]]:
+    """Signal-to-noise ratio (dB, at most 200) and cosine similarity of each output against the parent's."""
+    import onnxruntime as ort
+
+    def outputs(folder: Path) -> Arrays:
+        options = ort.SessionOptions()
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        session = ort.InferenceSession(str(folder / onnx_file.FILE), options, providers=["CPUExecutionProvider"])
+        names = [o.name for o in session.get_outputs()]
+        return dict(zip(names, session.run(names, inputs), strict=True))
+
+    want, got = outputs(parent), outputs(child)
+    snr, cosine = {}, {}
+    for name, expected in want.items():
+        a, b = expected.ravel().astype(np.float64), got[name].ravel().astype(np.float64)
+        if not (np.isfinite(a).all() and np.isfinite(b).all()):
+            raise Fault(
+                f"output {name} is not finite after quantisation",
+                got=f"{int((~np.isfinite(b)).sum())} of {b.size} values are NaN or infinity",
+                expected="finite values",
+                do="look at the scales and at constants of the model",
+            )
+        signal, noise = float((a**2).sum()), float(((a - b) ** 2).sum())
+        snr[name] = MAX_SNR_DB if noise == 0 else min(MAX_SNR_DB, float(10 * np.log10(max(signal, 1e-30) / noise)))
+        norms = float(np.linalg.norm(a) * np.linalg.norm(b))
+        cosine[name] = float(a @ b / norms) if norms else float(noise == 0)
+    return snr, cosine
 
 
 def _parts(task: Workload, samples: Arrays) -> Iterator[tuple[str, Arrays]]:

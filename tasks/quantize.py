@@ -24,11 +24,11 @@ from tasks.calibration import ENTROPY_BINS, Reader, check_ranges, check_samples
 from tasks.data import read
 from tasks.errors import Fault
 from tasks.files import atomic_folder, sha256, size_bytes
+from tasks.parity import fidelity
 from tasks.settings import QuantizeParams
 from tasks.workloads.protocol import Arrays, Workload, largest, load_workload
 
 MIN_SNR_DB = 3.0
-MAX_SNR_DB = 200.0
 
 
 @dataclass(frozen=True)
@@ -235,32 +235,3 @@ def _nothing_quantised(got: str) -> Fault:
         expected="at least one",
         do="check that the model has convolutions or matrix products; dynamic activations are for the latter only",
     )
-
-
-def fidelity(parent: Path, child: Path, inputs: Arrays) -> tuple[dict[str, float], dict[str, float]]:
-    """Signal-to-noise ratio (dB, at most 200) and cosine similarity of each output against the parent's."""
-    import onnxruntime as ort
-
-    def outputs(folder: Path) -> Arrays:
-        options = ort.SessionOptions()
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        session = ort.InferenceSession(str(folder / onnx_file.FILE), options, providers=["CPUExecutionProvider"])
-        names = [o.name for o in session.get_outputs()]
-        return dict(zip(names, session.run(names, inputs), strict=True))
-
-    want, got = outputs(parent), outputs(child)
-    snr, cosine = {}, {}
-    for name, expected in want.items():
-        a, b = expected.ravel().astype(np.float64), got[name].ravel().astype(np.float64)
-        if not (np.isfinite(a).all() and np.isfinite(b).all()):
-            raise Fault(
-                f"output {name} is not finite after quantisation",
-                got=f"{int((~np.isfinite(b)).sum())} of {b.size} values are NaN or infinity",
-                expected="finite values",
-                do="look at the scales and at constants of the model",
-            )
-        signal, noise = float((a**2).sum()), float(((a - b) ** 2).sum())
-        snr[name] = MAX_SNR_DB if noise == 0 else min(MAX_SNR_DB, float(10 * np.log10(max(signal, 1e-30) / noise)))
-        norms = float(np.linalg.norm(a) * np.linalg.norm(b))
-        cosine[name] = float(a @ b / norms) if norms else float(noise == 0)
-    return snr, cosine

@@ -96,9 +96,9 @@ def model(kind: str = "bert", layers: int = 6, width: int | None = None, **unkno
     `lstm`: a bidirectional LSTM of `width` (128) on MiniLM's frozen word embeddings (Tang et al.
     2019, arXiv:1903.12136).
     """
-    fits = {"bert": WIDTH if width is None else width, "lstm": 128 if width is None else width}.get(kind)
+    fits = {"bert": WIDTH, "lstm": 128}.get(kind, 0) if width is None else width
     bad = type(layers) is not int or not 1 <= layers <= LAYERS or type(fits) is not int or fits < 1
-    if unknown or bad or (kind == "bert" and fits % 32) or (kind == "lstm" and layers != LAYERS):
+    if unknown or bad or kind not in ("bert", "lstm") or (fits % 32 if kind == "bert" else layers != LAYERS):
         raise Fault(
             "reviews has no such model",
             got={"kind": kind, "layers": layers, "width": width, **unknown},

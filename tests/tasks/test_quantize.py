@@ -21,7 +21,8 @@ from tasks.data import read, write
 from tasks.errors import Fault
 from tasks.export import to_onnx
 from tasks.files import read_json, sha256, size_bytes
-from tasks.quantize import check_scales, fidelity, quantize
+from tasks.parity import fidelity
+from tasks.quantize import check_scales, quantize
 from tasks.settings import QuantizeParams
 
 ATTENTION = """
@@ -282,6 +283,21 @@ def test_a_scale_inside_a_branch_is_checked() -> None:
 def test_a_file_without_quantised_nodes_is_refused(artifact: Any) -> None:
     with pytest.raises(Fault, match="nothing was quantised"):
         check_scales(onnx_file.load(artifact("base-onnx")))
+
+
+def test_outputs_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    for name, value in (("fine", 1.0), ("broken", float("nan"))):
+        node = onnx.helper.make_node("Mul", ["x", "w"], ["y"])
+        weight = onnx.numpy_helper.from_array(np.array([value], dtype=np.float32), "w")
+        values = [onnx.helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, ["n", 4]) for n in ("x", "y")]
+        graph = onnx.helper.make_graph([node], "g", values[:1], values[1:], [weight])
+        (tmp_path / name).mkdir()
+        model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=10)
+        onnx.save(model, tmp_path / name / "model.onnx")
+    x = np.ones((2, 4), dtype=np.float32)
+    with pytest.raises(Fault, match="output y is not finite") as caught:
+        fidelity(tmp_path / "fine", tmp_path / "broken", {"x": x})
+    assert str(caught.value.got).startswith("8 of 8 values")
 
 
 def test_fidelity_is_the_noise_of_rounding(tmp_path: Path) -> None:
