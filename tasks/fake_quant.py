@@ -60,15 +60,15 @@ def restore(model: nn.Module, settings: dict[str, Any]) -> None:
 def prepare(model: nn.Module, task: Workload, samples: Arrays, style: str) -> tuple[Plan, dict[str, str], list[str]]:
     """Fold and put quantisers into the model, in place, where its run on samples shows them to be needed.
 
-    Returns the plan, the layers left out with the reason, and a line on each sum around convolutions.
+    Returns the plan, the layers and batch norms left out with the reason, and a line on each sum around convolutions.
     """
     example = fit.tensors({name: samples[name][:2] for name in task.INPUTS})
-    folded = foldable(model, task, example)
+    folded, skipped = foldable(model, task, example)
     for norm, conv in folded.items():
         fold(model, norm, conv)
     lowest = _lowest_inputs(model, task, samples)
     layers = tuple(n for n, m in model.named_modules() if isinstance(m, CONVOLUTION | nn.Linear) and n in lowest)
-    skipped = {
+    skipped |= {
         name: "its forward is never called: another module uses its weight"
         for name, module in model.named_modules()
         if isinstance(module, CONVOLUTION | nn.Linear) and name not in lowest
