@@ -35,7 +35,8 @@ class Terms:
 class Pupil(nn.Module):
     """A student in training, with the projections of its hidden states to the teacher's widths.
 
-    What was added up stands in a buffer, so that a training that goes on after a kill has it.
+    What was added up stands in a buffer, so that a training that goes on after a kill has it. `fullest` is
+    the buffer of the most samples that was loaded: the loop ends with that of the best epoch.
     """
 
     sums: torch.Tensor
@@ -46,6 +47,11 @@ class Pupil(nn.Module):
         self.projections = nn.ModuleList(_projection(match) for match in plan.hidden)
         self.inputs: tuple[torch.Tensor, ...] = ()
         self.register_buffer("sums", torch.zeros(epochs, len(NAMES) + 1, dtype=torch.float64))
+        self.fullest = self.sums.clone()
+        self.register_load_state_dict_post_hook(lambda module, _: self._keep())
+
+    def _keep(self) -> None:
+        self.fullest = max(self.fullest, self.sums.clone(), key=_samples)
 
     def forward(self, *inputs: torch.Tensor) -> object:
         self.inputs = inputs
@@ -54,6 +60,10 @@ class Pupil(nn.Module):
     def masks(self, masks: fit.Masks) -> fit.Masks:
         """Masks of the student's parameters, by their names here."""
         return {f"student.{name}": mask for name, mask in masks.items()}
+
+
+def _samples(sums: torch.Tensor) -> float:
+    return float(sums[:, -1].sum())
 
 
 def _projection(match: Match) -> nn.Module:
@@ -137,8 +147,8 @@ class Objective:
 
     def terms(self) -> list[Terms]:
         """The means of every epoch."""
-        # The loop puts back the weights of the best epoch, and with them the sums as they were then.
-        sums = max((self._sums, self.pupil.sums), key=lambda s: float(s[:, -1].sum()))
+        # A training that is taken over when it was done adds nothing: its sums are those that were loaded.
+        sums = max(self._sums, self.pupil.fullest, key=_samples)
         means = [row[:-1] / row[-1] for row in sums if row[-1]]
         values = [[None if v.isnan() else float(v) for v in row] for row in means]
         return [Terms(epoch, *row) for epoch, row in enumerate(values, 1)]
