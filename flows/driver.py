@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from flows.progress import Progress, log_name
 from tasks import layout, params
 from tasks.errors import Fault
 from tasks.files import write_json
+from tasks.target import cores
 
 How = Literal["done", "restored", "up to date", "failed", "skipped"]
 
@@ -49,10 +49,9 @@ class Driver:
     ended: dict[str, Ended] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        cores = os.cpu_count() or 1
         self.children = Children({"ENGINESMITH_FLOW_RUN": self.flow_run or ""})
         self.progress = Progress(self.console, len(self.dag.stages), self.children)
-        self._machine = Machine(cores)
+        self._machine = Machine(cores())
         self._tree = params.load(layout.PARAMS, models=False)
         self._lock = threading.Lock()
 

@@ -67,17 +67,22 @@ class Target:
     libraries: dict[str, str]
 
 
+def cores() -> int:
+    """How many cores this process may run on; all, where the system doesn't say which."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def fingerprint() -> Target:
-    """Read this machine. `id` names the CPU alone; libraries and the GPU may change under it."""
+    """Read this machine. `id` names the CPU and its usable cores alone; libraries and the GPU may change under it."""
     cpu, flags = _cpu()
     gpu = _gpu() or {}
-    hardware = {"cpu": cpu, "flags": flags, "cores": os.cpu_count()}
+    hardware = {"cpu": cpu, "flags": flags, "cores": cores()}
     slug = re.sub(r"[^a-z0-9]+", "-", cpu.lower()).strip("-")[:32].strip("-")
     return Target(
-        id=f"cpu-{slug}-{os.cpu_count()}c-{digest_of(hardware)[:6]}",
+        id=f"cpu-{slug}-{cores()}c-{digest_of(hardware)[:6]}",
         kind="cpu",
         name=cpu,
-        cores=os.cpu_count() or 1,
+        cores=cores(),
         cpu_name=cpu,
         cpu_flags=tuple(flags),
         gpu_name=gpu.get("name"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
+
+from tasks.target import cores
 
 ROUNDS = 5
 LIMIT_S = 20.0
@@ -20,7 +21,7 @@ def choose(work: Callable[[], object], counts: tuple[int, ...] | None = None) ->
     Each count runs the work once a round, interleaved, after one run to warm up; medians are
     compared. A larger count has to be 5 % faster, since it keeps cores from others.
     """
-    counts = counts or tuple(range(1, len(os.sched_getaffinity(0)) + 1))
+    counts = counts or tuple(range(1, cores() + 1))
     seconds: dict[int, list[float]] = {count: [] for count in counts}
     start = time.monotonic()
     for turn in range(ROUNDS + 1):

@@ -18,7 +18,7 @@ from tasks.errors import Unavailable
 
 def test_the_fingerprint_is_of_this_machine() -> None:
     here = target.fingerprint()
-    assert here.cores == os.cpu_count()
+    assert here.cores == len(os.sched_getaffinity(0))
     assert here.libraries["torch"] == version("torch")
     assert here.libraries["onnxruntime"] == version("onnxruntime")
     assert re.fullmatch(r"cpu-[a-z0-9-]+-\d+c-[0-9a-f]{6}", here.id)
@@ -51,6 +51,19 @@ def test_another_cpu_is_another_target(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(target, "_cpu", lambda cpu=cpu: cpu)
         found.add(target.fingerprint().id)
     assert len(found) == 3
+
+
+def test_cores_are_those_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    whole = target.fingerprint()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 5, 6})
+    pinned = target.fingerprint()
+    assert (whole.cores, pinned.cores) == (8, 3) and "-3c-" in pinned.id
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert target.fingerprint() == whole
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert target.cores() == 1
 
 
 def test_the_fingerprint_is_stable() -> None:

@@ -61,6 +61,13 @@ def test_counts_are_measured_in_turn_and_the_line_says_why(
     assert "2 threads" in (told := capsys.readouterr().out) and "1: 30.0 ms, 2: 10.0 ms, 3: 20.0 ms" in told
 
 
+def test_counts_go_up_to_the_cores_that_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "cores", lambda: 3)
+    seen = set()
+    threads.choose(lambda: seen.add(torch.get_num_threads()))
+    assert seen == {1, 2, 3}
+
+
 def test_slow_work_is_measured_once_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "LIMIT_S", 0.0)
     calls: list[int] = []
