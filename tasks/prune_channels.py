@@ -2,16 +2,20 @@
 
 A group is all that one channel runs through: residual sums, norms, depthwise convolutions and
 the inputs of the next layers, so that they stay consistent (DepGraph, Fang et al. 2023,
-arXiv:2301.12900, the Torch-Pruning library). Importance: L2 magnitude (Li et al. 2017,
-arXiv:1608.08710), first-order Taylor (Molchanov et al. 2019, arXiv:1906.10771), the batch
-norm's scale (Liu et al. 2017, arXiv:1708.06519), or random as a control.
+arXiv:2301.12900, the Torch-Pruning library). Importance, as a multiple of the group's mean:
+DepGraph's group magnitude (squared L2 norms, a mean over the group's layers), first-order Taylor
+(Molchanov et al. 2019, arXiv:1906.10771), the batch norm's scale (Liu et al. 2017,
+arXiv:1708.06519); or random as a control. What is left computes exactly what the full model does
+with those channels at zero wherever they are taken up, and norms over channels without them:
+every group is checked for it, and put back if it isn't so.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +36,7 @@ from tasks.prune_ranking import (
     weakest,
 )
 from tasks.settings import PruneParams
+from tasks.structure import shared_parameters, thawed
 from tasks.transformer import attentions
 from tasks.workloads import protocol
 from tasks.workloads.protocol import Arrays, Workload
@@ -51,6 +56,8 @@ IMPORTANCE = {
     "norm_scale": tp.importance.BNScaleImportance,
     "random": tp.importance.RandomImportance,
 }
+TOLERANCE = 1e-4
+SAMPLES = 8
 
 
 @dataclass(frozen=True)
@@ -76,21 +83,24 @@ def prune_channels(
 ) -> Cut:
     """Remove the share `ratio` (else `params.ratio`) of the output channels in place, to multiples of `round_to`.
 
-    Layers that make the model's outputs keep theirs, and so does a group with no more than
-    `round_to` channels, or one that can't be cut rightly; every other keeps at least `round_to`.
+    What is left is the nearest multiple, so that a small share may take nothing. Layers that make the
+    model's outputs keep theirs, and so does a group with no more than `round_to` channels, one that
+    no gradient reaches (Taylor), or one that can't be cut rightly; every other keeps at least `round_to`.
     """
     ratio = params.ratio if ratio is None else ratio
     names: dict[nn.Module, str] = {m: n for n, m in model.named_modules() if isinstance(m, PRUNABLE)}
     require_named(list(names.values()), params)
     before = starts(last, {name: widths(module)[1] for module, name in names.items()})
-    refused = _refused(model, task, names, params)
+    refused = _refused(model, task, names, before, params)
     if params.importance == "taylor":
-        gradients(model, task, train, params)
+        with thawed(model):
+            gradients(model, task, train, params)
     groups, candidates = [], []
     for group in _groups(model, task, names, refused):
         scores = IMPORTANCE[params.importance]()(group.whole)
-        if scores is None:
-            refused |= dict.fromkeys(group.outputs, "no batch norm follows it, and importance is norm_scale")
+        reason = _unscored(scores, params)
+        if reason:
+            refused |= dict.fromkeys(group.outputs, reason)
             continue
         multiple = params.round_to // math.gcd(params.round_to, group.parts)
         root = names[group.root]
@@ -98,10 +108,11 @@ def prune_channels(
         candidates.append(
             Candidate(root, scores.view(group.parts, -1).mean(0).cpu(), before[root] // group.parts, multiple)
         )
+    sample = fit.tensors({name: train[name][:SAMPLES] for name in task.INPUTS})
     for group, units in zip(groups, weakest(candidates, ratio, params), strict=True):
-        reason: str | None = _kept(widths(group.root)[1], ratio, params)
+        reason = f"nothing could go from its group at ratio {ratio:.3g} and round_to {params.round_to}"
         if units:
-            reason = _remove(model, task, group, units)
+            reason = _remove(model, task, sample, group, units, params.round_to)
         refused |= dict.fromkeys(group.outputs, reason) if reason else {}
     model.zero_grad(set_to_none=True)
     layers = [_layer(name, before[name], widths(module)[1], refused.get(module)) for module, name in names.items()]
@@ -117,14 +128,14 @@ def widths(module: nn.Module) -> tuple[int, int]:
 
 
 def _refused(
-    model: nn.Module, task: Workload, names: dict[nn.Module, str], params: PruneParams
+    model: nn.Module, task: Workload, names: dict[nn.Module, str], before: dict[str, int], params: PruneParams
 ) -> dict[nn.Module, str]:
     """Layers that keep their output channels whatever the ratio, and why."""
     protected = output_layers(model, task, fit.tensors(protocol.example(task, 2)))
     heads = {p for a in attentions(model) for p in (a.query, a.key, a.value)}
     refused = {}
     for module, name in names.items():
-        width = widths(module)[1]
+        width = before[name]
         if module in protected:
             refused[module] = "it makes an output of the model"
         elif module in heads:
@@ -145,6 +156,8 @@ def _groups(
         model, example, forward_fn=lambda m, x: list(fit.forward(m, task, x).values()), verbose=False
     )
     faults = _faults(model, task, example)
+    lost = "no gradient passes it, so that its channels can't be followed"
+    refused.update({m: refused.get(m, lost) for m in names if m not in graph.module2node})
     seen: set[nn.Module] = set()
     for root in [m for m in graph.module2node if m in names]:
         if root in seen or root in refused:
@@ -155,11 +168,11 @@ def _groups(
         outputs = tuple(dict.fromkeys(m for m in cut if m in names))
         seen.update(outputs)
         parts, reason = _parts(whole, width)
+        reason = reason or _fused(graph, root, width)
         kept = next((m for m in outputs if m in refused), None)
         if kept is not None:
             reason = f"its channels are tied to those of {names[kept]}: {refused[kept]}"
-        for dep, _ in whole:
-            target = dep.target.module
+        for target in [dep.target.module for dep, _ in whole]:
             reason = reason or faults.get(target)
             if isinstance(target, nn.Parameter):
                 reason = reason or "its channels meet a bare parameter of the model"
@@ -178,10 +191,10 @@ def _faults(model: nn.Module, task: Workload, example: fit.Tensors) -> dict[nn.M
         fit.forward(model, task, example)
     for hook in hooks:
         hook.remove()
-    held = [id(p) for m, _ in holders for p in m.parameters(recurse=False)]
+    shared = shared_parameters(model)
     faults = {}
     for module, name in holders:
-        if any(held.count(id(p)) > 1 for p in module.parameters(recurse=False)):
+        if any(id(p) in shared for p in module.parameters(recurse=False)):
             faults[module] = f"its channels meet {name}, whose weights are shared with another layer"
         elif calls.get(module, 0) > 1:
             faults[module] = f"its channels meet {name}, which runs more than once"
@@ -207,32 +220,109 @@ def _parts(whole: tp.dependency.Group, width: int) -> tuple[int, str | None]:
     return parts, None
 
 
-def _remove(model: nn.Module, task: Workload, group: Group, units: list[int]) -> str | None:
-    """Remove channels in place; the reason if the model doesn't run without them, with the model as it was."""
+def _fused(graph: tp.DependencyGraph, root: nn.Module, width: int) -> str | None:
+    """The reason if a channel of a layer takes others of the same layer along, as in a gated or fused projection."""
+    for channel in (0, width - 1):
+        whole = graph.get_pruning_group(root, graph.get_pruner_of_module(root).prune_out_channels, [channel])
+        for dep, indices in whole:
+            if dep.target.module is root and graph.is_out_channel_pruning_fn(dep.handler) and len(set(indices)) > 1:
+                return f"{len(set(indices))} of its own channels meet each other: it is several layers in one"
+    return None
+
+
+def _unscored(scores: torch.Tensor | None, params: PruneParams) -> str | None:
+    if scores is None:
+        return "no batch norm follows it, and importance is norm_scale"
+    if scores.isfinite().all():
+        return None
+    return "no gradient reaches it" if params.importance == "taylor" else "its importance isn't a number"
+
+
+def _remove(
+    model: nn.Module, task: Workload, sample: fit.Tensors, group: Group, units: list[int], round_to: int
+) -> str | None:
+    """Remove channels in place; the reason if what is left isn't right, with the model as it was.
+
+    `sample` [n, …] are the inputs on which what is left is compared.
+    """
     graph = group.whole._DG
-    example = fit.tensors(protocol.example(task, 2))
-    part = widths(group.root)[1] // group.parts
+    width = widths(group.root)[1]
+    part = width // group.parts
     indices = [unit + i * part for i in range(group.parts) for unit in units]
     cut = graph.get_pruning_group(group.root, graph.get_pruner_of_module(group.root).prune_out_channels, indices)
     targets = {dep.target.module for dep, _ in cut}
     saved = {m: {k: copy.copy(v) if isinstance(v, dict | list) else v for k, v in vars(m).items()} for m in targets}
-    with torch.no_grad():
-        shapes = {n: v.shape for n, v in fit.forward(model, task, example).items()}
+    frozen = {m: [n for n, p in m.named_parameters(recurse=False) if not p.requires_grad] for m in targets}
+    with torch.no_grad(), fit.eval_mode(model):
+        with _without(cut):
+            expected = fit.forward(model, task, sample)
         try:
             cut.prune()
-            if {n: v.shape for n, v in fit.forward(model, task, example).items()} == shapes:
-                return None
-            reason = "without some of its channels the model's outputs have another shape"
+            left = {widths(m)[1] for m in group.outputs}
+            reason = _wrong_width(left, width - len(indices), round_to)
+            if reason is None:
+                got = fit.forward(model, task, sample)
+                same = all(_same(got[name], value) for name, value in expected.items())
+                reason = None if same else "without some of its channels the model doesn't compute what is left of it"
         except Exception as error:
             reason = f"without some of its channels the model doesn't run: {' '.join(str(error).split())[:120]}"
-    for module, values in saved.items():
-        vars(module).clear()
-        vars(module).update(values)
-    return reason
+    if reason:
+        for module, values in saved.items():
+            vars(module).clear()
+            vars(module).update(values)
+        return reason
+    for module, keys in frozen.items():
+        for key in keys:
+            module.get_parameter(key).requires_grad_(False)
+    return None
 
 
-def _kept(width: int, ratio: float, params: PruneParams) -> str:
-    return f"nothing could go from its group at ratio {ratio:.3g} and round_to {params.round_to}"
+def _wrong_width(left: set[int], expected: int, round_to: int) -> str | None:
+    right = left == {expected} and expected >= round_to and expected % round_to == 0
+    return None if right else "more of its channels would go than those chosen"
+
+
+def _same(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two outputs are the same within rounding errors."""
+    if got.shape != expected.shape:
+        return False
+    return bool((got - expected).abs().max() <= TOLERANCE * expected.abs().max())
+
+
+@contextlib.contextmanager
+def _without(cut: tp.dependency.Group) -> Iterator[None]:
+    """Layers that take up a group's channels see zeros in those that go; norms over channels leave them out."""
+    hooks = []
+    for dep, indices in cut:
+        module, gone = dep.target.module, list(indices)
+        if isinstance(module, nn.LayerNorm | nn.GroupNorm):
+            hooks.append(module.register_forward_hook(lambda m, x, _, gone=gone: _norm(m, x[0], gone)))
+        elif isinstance(module, PRUNABLE) and cut._DG.is_in_channel_pruning_fn(dep.handler):
+            hooks.append(module.register_forward_pre_hook(lambda m, x, gone=gone: _zeroed(m, x[0], gone)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _zeroed(module: nn.Module, x: torch.Tensor, gone: Sequence[int]) -> torch.Tensor:
+    """The input of a convolution [n, channels, …] or a linear layer [n, …, features] with zeros in some channels."""
+    axis = x.dim() - 1 - (len(module.kernel_size) if isinstance(module, nn.modules.conv._ConvNd) else 0)
+    return x.index_fill(axis, torch.tensor(gone), 0)
+
+
+def _norm(module: nn.LayerNorm | nn.GroupNorm, x: torch.Tensor, gone: Sequence[int]) -> torch.Tensor:
+    """What a norm makes of [n, …, features] (layer) or [n, channels, …] (groups) without some; zeros in their place."""
+    axis = x.dim() - 1 if isinstance(module, nn.LayerNorm) else 1
+    kept = torch.tensor([i for i in range(x.shape[axis]) if i not in set(gone)])
+    weight, bias = (None if p is None else p[kept] for p in (module.weight, module.bias))
+    inner = x.index_select(axis, kept)
+    if isinstance(module, nn.LayerNorm):
+        made = nn.functional.layer_norm(inner, (len(kept),), weight, bias, module.eps)
+    else:
+        made = nn.functional.group_norm(inner, module.num_groups, weight, bias, module.eps)
+    return torch.zeros_like(x).index_copy(axis, kept, made)
 
 
 def _layer(name: str, before: int, after: int, reason: str | None) -> Layer:

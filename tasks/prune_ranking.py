@@ -15,7 +15,7 @@ from tasks import fit
 from tasks.checkpoint import Masks
 from tasks.errors import Fault
 from tasks.settings import PruneParams
-from tasks.structure import Kept
+from tasks.structure import Kept, thawed
 from tasks.workloads import protocol
 from tasks.workloads.protocol import Arrays, Workload
 
@@ -63,18 +63,18 @@ class Candidate:
 def weakest(candidates: Sequence[Candidate], ratio: float, params: PruneParams) -> list[list[int]]:
     """Units of each candidate that go, so that the share `ratio` of what there was at the start is gone.
 
-    With scope `layer` every candidate loses that share; what is left is rounded down to its multiple,
-    or to the nearest number if that is 1, or up while `ratio` is short of the one asked for. With
-    scope `global` all are ranked together, in blocks that keep the multiples, so that the total comes
-    as near to the share as blocks allow. A candidate keeps at least its multiple.
+    With scope `layer` every candidate loses that share; what is left is rounded to the nearest multiple,
+    down from halfway, or up while `ratio` is short of the one asked for. With scope `global` all are
+    ranked together, in blocks that keep the multiples, so that the total comes as near to the share as
+    blocks allow. A candidate keeps at least its multiple; one with no more than that loses nothing, but
+    what it lost before counts.
     """
     if params.scope == "global":
         return _weakest_of_all(candidates, ratio)
     gone = []
     for one in candidates:
         share = one.before * (1 - ratio) / one.multiple
-        blocks = math.floor(share + 1e-9) if one.multiple > 1 else math.ceil(share - 0.5 - 1e-9)
-        blocks = blocks if ratio >= params.ratio else math.ceil(share - 1e-9)
+        blocks = math.ceil(share - (0.5 if ratio >= params.ratio else 0) - 1e-9)
         kept = one.multiple * max(1, blocks)
         gone.append(_ascending(one.scores)[: max(0, len(one.scores) - kept)])
     return gone
@@ -109,13 +109,24 @@ def named(name: str, params: PruneParams) -> bool:
 
 
 def require_named(names: Sequence[str], params: PruneParams) -> None:
-    """Fault if `only` names none of these."""
-    if not any(named(name, params) for name in names):
+    """Fault if a glob of `only` names none of these.
+
+    Of whole layers, those that went in a step before have no name any more: there one glob has to match.
+    """
+    if params.granularity == "layer" and any(named(name, params) for name in names):
+        return
+    require_globs(f"prune of {params.granularity}s", "only", params.only, names)
+
+
+def require_globs(what: str, setting: str, globs: Sequence[str] | None, names: Sequence[str]) -> None:
+    """Fault that lists the globs of a setting that match none of the names; `what` is the technique."""
+    unmatched = [glob for glob in globs or () if not any(fnmatchcase(name, glob) for name in names)]
+    if unmatched:
         raise Fault(
-            f"prune of {params.granularity}s: only names nothing",
-            got=", ".join(params.only or ()),
-            expected=f"globs that match some of: {few(names)}",
-            do="mend only, or leave it out",
+            f"{what}: {setting} names nothing",
+            got=", ".join(unmatched),
+            expected=f"globs that each match some of: {few(names)}",
+            do=f"mend {setting}, or leave it out",
         )
 
 
@@ -145,19 +156,22 @@ def gradients(model: nn.Module, task: Workload, train: Arrays, params: PrunePara
 
 
 def output_layers(model: nn.Module, task: Workload, example: fit.Tensors) -> set[nn.Module]:
-    """The layers that reach an output of the model with no other layer in between."""
+    """The layers, frozen ones too, that reach an output of the model with no other layer in between."""
     made: dict[object, nn.Module] = {}
-    hooks = [
-        m.register_forward_hook(lambda m, _, out: made.update({out.grad_fn: m}))
-        for m in model.modules()
-        if isinstance(m, PRUNABLE)
-    ]
-    with torch.enable_grad():
-        outputs = fit.forward(
-            model.eval(), task, {n: v.requires_grad_(v.is_floating_point()) for n, v in example.items()}
-        )
-    for hook in hooks:
-        hook.remove()
+
+    def keep(module: nn.Module, _: object, out: torch.Tensor) -> None:
+        if out.grad_fn is not None:
+            made[out.grad_fn] = module
+
+    hooks = [m.register_forward_hook(keep) for m in model.modules() if isinstance(m, PRUNABLE)]
+    try:
+        with torch.enable_grad(), thawed(model):
+            outputs = fit.forward(
+                model.eval(), task, {n: v.requires_grad_(v.is_floating_point()) for n, v in example.items()}
+            )
+    finally:
+        for hook in hooks:
+            hook.remove()
     found, todo, seen = set(), [v.grad_fn for v in outputs.values()], set()
     while todo:
         node = todo.pop()

@@ -13,8 +13,9 @@ from torch import nn
 
 from tasks import account, checkpoint, fit
 from tasks.errors import Fault
+from tasks.prune import ratios
 from tasks.prune_channels import prune_channels
-from tasks.prune_ranking import Candidate, weakest
+from tasks.prune_ranking import Candidate, output_layers, weakest
 from tasks.settings import PruneParams
 from tasks.workloads import protocol
 from tasks.workloads.protocol import load_workload
@@ -28,6 +29,11 @@ SKIPPED = {
     "twice": ("stem", "its channels meet again, which runs more than once"),
     "bare": ("stem", "its channels meet a bare parameter of the model"),
     "reshaped": ("last", "without some of its channels the model doesn't run"),
+    "chunk": ("gate", "2 of its own channels meet each other: it is several layers in one"),
+    "fused": ("qkv", "3 of its own channels meet each other: it is several layers in one"),
+    "detached": ("inner", "no gradient passes it, so that its channels can't be followed"),
+    "shuffled": ("wide", "without some of its channels the model doesn't compute what is left of it"),
+    "channels_last": ("stem", "without some of its channels the model doesn't compute what is left of it"),
     "recurrent": ("stem", "its channels meet lstm, a LSTM, which isn't cut"),
 }
 
@@ -120,6 +126,8 @@ def test_only_names_what_may_go_and_holds_back_what_is_tied_to_the_rest(pruned: 
     with pytest.raises(Fault, match="only names nothing") as caught:
         pruned("residual", only=["bert.*"])
     assert "stem, head, inner, outer" in str(caught.value)
+    with pytest.raises(Fault, match=r"got: +bert\.\*\n"):
+        pruned("residual", only=["inner", "bert.*"])
 
 
 def test_norm_scale_drops_the_channels_of_the_smallest_gamma(pruned: Any, forms: Any, tmp_path: Path) -> None:
@@ -130,6 +138,46 @@ def test_norm_scale_drops_the_channels_of_the_smallest_gamma(pruned: Any, forms:
     assert sorted(model.norm.weight.tolist()) == pytest.approx(sorted(gamma.tolist())[8:])
     reasons = {layer.name: layer.kept_because for layer in layers}
     assert reasons["inner"] == "no batch norm follows it, and importance is norm_scale"
+
+
+@pytest.mark.parametrize("importance", ["magnitude", "taylor"])
+def test_frozen_layers_are_scored_and_stay_frozen(forms: Any, importance: str) -> None:
+    torch.manual_seed(0)
+    model = forms.model(form="frozen").eval()
+    layers = prune_channels(model, forms, forms.samples(0)[0], params(importance=importance)).layers
+    assert {layer.name: layer.after for layer in layers} == {"stem": 8, "head": 3, "inner": 8}
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == {"stem.weight", "stem.bias"}
+    assert layers[1].kept_because == "it makes an output of the model"
+
+
+def test_taylor_leaves_out_what_no_gradient_reaches(pruned: Any) -> None:
+    _, _, layers = pruned("silent", importance="taylor")
+    assert layers["inner"].kept_because == "no gradient reaches it"
+    assert {name: layer.after for name, layer in layers.items()} == {"stem": 8, "head": 3, "inner": 16, "last": 8}
+
+
+def test_a_cut_that_takes_more_than_was_chosen_is_put_back(pruned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tasks.prune_channels._fused", lambda *_: None)
+    for form, name, width in (("chunk", "gate", 32), ("fused", "qkv", 48)):
+        _, small, layers = pruned(form)
+        assert layers[name].kept_because == "more of its channels would go than those chosen"
+        assert small.get_submodule(name).weight.shape[0] == width
+
+
+def test_norms_over_channels_are_compared_without_those_that_go(pruned: Any) -> None:
+    _, small, _ = pruned("normed")
+    assert small.stem.out_channels == small.group.num_channels == small.layer.normalized_shape[0] == 8
+    assert small.last.in_features == small.head.in_features == 8
+
+
+def test_frozen_layers_between_do_not_pass_for_outputs(forms: Any) -> None:
+    model = forms.model(form="frozen").eval()
+    found = output_layers(model, forms, fit.tensors(protocol.example(forms, 2)))
+    assert found == {model.head}
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    assert output_layers(model, forms, fit.tensors(protocol.example(forms, 2))) == {model.head}
+    assert not any(p.requires_grad for p in model.parameters())
 
 
 def test_global_scope_takes_more_from_the_weaker_layer(forms: Any) -> None:
@@ -153,6 +201,36 @@ def test_a_global_share_is_met_as_nearly_as_multiples_allow(seed: int, multiple:
     gone = [len(g) for g in weakest(candidates, 0.4, params(ratio=0.4, scope="global"))]
     assert abs(sum(gone) - 0.4 * sum(sizes)) <= multiple
     assert all(n - g >= multiple and (g == 0 or (n - g) % multiple == 0) for n, g in zip(sizes, gone, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "width", "multiple", "left"),
+    [(0.05, 16, 8, 16), (0.1, 60, 8, 56), (0.5, 16, 8, 8), (0.5, 32, 8, 16), (0.5, 64, 8, 32), (0.5, 24, 8, 8)],
+)
+def test_what_is_left_is_the_nearest_multiple(ratio: float, width: int, multiple: int, left: int) -> None:
+    (gone,) = weakest([Candidate("a", torch.arange(float(width)), width, multiple)], ratio, params(ratio=ratio))
+    assert width - len(gone) == left
+
+
+def test_a_ratio_below_half_a_multiple_keeps_all_and_says_so(pruned: Any) -> None:
+    _, _, layers = pruned("flattened", round_to=8, ratio=0.05)
+    assert [layers[name].after for name in ("stem", "wide")] == [16, 16]
+    assert layers["stem"].kept_because == "nothing could go from its group at ratio 0.05 and round_to 8"
+
+
+def test_global_steps_do_not_overshoot_when_a_group_is_used_up(forms: Any) -> None:
+    torch.manual_seed(0)
+    model = forms.model(form="pair").eval()
+    with torch.no_grad():
+        model.weak.weight[:56] *= 1e-3
+        model.strong.weight[:, :56] *= 1e-3
+    settings = params(scope="global", ratio=0.5, steps=2, round_to=8, only=["weak", "strong"])
+    cut = None
+    for ratio in ratios(settings):
+        cut = prune_channels(model, forms, forms.samples(0)[0], settings, ratio, cut)
+    assert cut is not None
+    left = {layer.name: layer.after for layer in cut.layers if layer.name in ("weak", "strong")}
+    assert left == {"weak": 8, "strong": 56}
 
 
 def test_steps_on_the_way_take_no_more_than_their_share() -> None:

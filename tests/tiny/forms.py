@@ -91,6 +91,44 @@ def model(form: str = "residual") -> torch.nn.Module:
             self.last = nn.Conv2d(16, 16, 1)
             self.body = lambda x: relu(self.last(x).view(-1, 2, 8, 8, 8).flatten(1, 2))
 
+        def chunk(self) -> None:
+            self.gate, self.last = nn.Conv2d(16, 32, 1), nn.Conv2d(16, 16, 1)
+            self.body = lambda x: relu(self.last(torch.mul(*self.gate(x).chunk(2, 1))))
+
+        def fused(self) -> None:
+            self.qkv, self.last = nn.Linear(16, 48), nn.Linear(16, 16)
+            self.body = lambda x: relu(self.last(attend(*self.qkv(x.mean((2, 3))).chunk(3, 1))))
+
+        def shuffled(self) -> None:
+            self.wide, self.last = nn.Conv2d(16, 16, 1), nn.Conv2d(16, 16, 1)
+            self.body = lambda x: relu(self.last(swapped(relu(self.wide(x)))))
+
+        def channels_last(self) -> None:
+            self.pool, self.wide = nn.AvgPool2d(4), nn.Linear(64, 16)
+            self.body = lambda x: relu(self.wide(self.pool(x).permute(0, 2, 3, 1).flatten(1)))
+
+        def normed(self) -> None:
+            self.group, self.layer, self.last = nn.GroupNorm(2, 16), nn.LayerNorm(16), nn.Linear(16, 16)
+            self.body = lambda x: torch.sigmoid(self.last(self.layer(self.group(x).mean((2, 3)))))
+
+        def frozen(self) -> None:
+            self.inner = nn.Conv2d(16, 16, 1)
+            self.body = lambda x: relu(self.inner(x))
+            for parameter in (*self.inner.parameters(), *self.head.parameters()):
+                parameter.requires_grad_(False)
+
+        def detached(self) -> None:
+            self.inner, self.last = nn.Conv2d(16, 16, 1), nn.Conv2d(16, 16, 1)
+            self.body = lambda x: relu(self.last(relu(self.inner(x)).detach()))
+
+        def silent(self) -> None:
+            self.inner, self.last = nn.Conv2d(16, 16, 1), nn.Conv2d(16, 16, 1)
+            self.body = lambda x: relu(self.last(relu(self.inner(x)) * 0) + x)
+
+        def pair(self) -> None:
+            self.weak, self.strong, self.last = nn.Conv2d(16, 64, 1), nn.Conv2d(64, 64, 1), nn.Conv2d(64, 16, 1)
+            self.body = lambda x: relu(self.last(relu(self.strong(relu(self.weak(x))))))
+
         def recurrent(self) -> None:
             self.lstm = nn.LSTM(16, 16, batch_first=True)
             self.body = lambda x: self.lstm(x.flatten(2).transpose(1, 2))[0][:, -1]
@@ -98,6 +136,13 @@ def model(form: str = "residual") -> torch.nn.Module:
         def blocks(self) -> None:
             self.stack = nn.Sequential(*[Block() for _ in range(4)])
             self.body = lambda x: self.stack(x)
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(query * key, 1) * value
+
+    def swapped(x: torch.Tensor) -> torch.Tensor:
+        n, _, height, width = x.shape
+        return x.view(n, 2, -1, height, width).transpose(1, 2).flatten(1, 2)
 
     class Block(nn.Module):
         def __init__(self) -> None:
