@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +104,7 @@ def _at(engine: Session, baseline: Session, inputs: Arrays, params: BenchmarkPar
         print(f"at batch {params.batch}", flush=True)
     timings = measure.interleave({"engine": engine, "baseline": baseline}, inputs, params)
     gain = measure.speedup(timings, "engine", "baseline", params.confidence)
-    return AtBatch(timings["engine"], timings["baseline"], gain, unstable(gain, timings["engine"], params))
+    return AtBatch(timings["engine"], timings["baseline"], gain, unstable(gain, timings, params))
 
 
 def _open_baseline(folder: Path) -> Session:
@@ -118,11 +119,10 @@ def _open_baseline(folder: Path) -> Session:
         ) from None
 
 
-def unstable(gain: Interval, timing: measure.Timing, params: BenchmarkParams) -> str | None:
-    """Why a measurement can't be used, or None."""
+def unstable(gain: Interval, timings: Mapping[str, measure.Timing], params: BenchmarkParams) -> str | None:
+    """Why a measurement can't be used, or None; `timings` are of "engine" and "baseline"."""
     width = measure.relative_width(gain)
     if width > params.max_width:
         return f"the speed-up's interval is {width:.1%} wide, at most {params.max_width:.0%} is allowed"
-    if not timing.warm:
-        return "the latency did not settle during warm-up"
-    return None
+    cold = [f"the {who}'s" for who, timing in timings.items() if not timing.warm]
+    return f"{' and '.join(cold)} latency did not settle during warm-up" if cold else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +65,21 @@ def test_a_baseline_that_cannot_run_here_is_a_fault_of_the_baseline(
 
 
 @pytest.mark.parametrize(
-    ("interval", "warm", "reason"),
+    ("interval", "cold", "reason"),
     [
-        (Interval(2.0, 1.95, 2.04), True, None),
-        (Interval(2.0, 1.5, 2.5), True, "the speed-up's interval is 50.0% wide, at most 10% is allowed"),
-        (Interval(2.0, 1.95, 2.04), False, "the latency did not settle during warm-up"),
+        (Interval(2.0, 1.95, 2.04), (), None),
+        (Interval(2.0, 1.5, 2.5), (), "the speed-up's interval is 50.0% wide, at most 10% is allowed"),
+        (Interval(2.0, 1.95, 2.04), ("engine",), "the engine's latency did not settle during warm-up"),
+        (Interval(2.0, 1.95, 2.04), ("baseline",), "the baseline's latency did not settle during warm-up"),
+        (
+            Interval(2.0, 1.95, 2.04),
+            ("engine", "baseline"),
+            "the engine's and the baseline's latency did not settle during warm-up",
+        ),
     ],
 )
-def test_a_measurement_that_cannot_be_used_says_why(interval: Interval, warm: bool, reason: str | None) -> None:
-    timing = Timing(**{**vars(TIMING), "warm": warm})
-    assert unstable(interval, timing, BenchmarkParams()) == reason
+def test_a_measurement_that_cannot_be_used_says_why(
+    interval: Interval, cold: tuple[str, ...], reason: str | None
+) -> None:
+    timings = {who: replace(TIMING, warm=who not in cold) for who in ("engine", "baseline")}
+    assert unstable(interval, timings, BenchmarkParams()) == reason
