@@ -24,7 +24,7 @@ def judge(variant: Variant, gates: GateParams, baseline: Variant | None) -> Vari
         reasons.append("it was evaluated on other test data than the baseline")
     if variant.name == baseline.name:
         reasons = ["it is the baseline"]
-    return replace(variant, verdict="rejected" if reasons else "passed", reasons=tuple(reasons))
+    return replace(variant, verdict="rejected" if reasons else "passed", reasons=(*reasons, *variant.reasons))
 
 
 def failures(variant: Variant, gates: GateParams, only: tuple[str, ...] | None = None) -> list[str]:

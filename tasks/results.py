@@ -66,7 +66,7 @@ def variants(tree: Tree) -> list[Variant]:
     """Every engine of the tree, in its order; engines of equal bytes are one variant.
 
     A variant without usable results comes as `failed` or `not_run` with the reason, others
-    with an empty verdict for the gates to fill.
+    with an empty verdict for the gates to fill; reasons name further batches whose timing is unstable.
     """
     found = [_variant(tree, name) for name in tree.engines]
     groups: dict[Any, list[Variant]] = {}
@@ -148,7 +148,10 @@ def _measured(tree: Tree, variant: Variant) -> Variant:
             str(at["timing"]["batch"]): _gain(at, settings.confidence) for at in timed["also"] if not at["unstable"]
         },
         verdict="unstable" if timed["unstable"] else "",
-        reasons=(timed["unstable"],) if timed["unstable"] else (),
+        reasons=(
+            *([timed["unstable"]] if timed["unstable"] else ()),
+            *(f"at batch {at['timing']['batch']}: {at['unstable']}" for at in timed["also"] if at["unstable"]),
+        ),
     )
 
 
@@ -158,16 +161,20 @@ def _gain(timed: dict[str, Any], confidence: float) -> Interval:
 
 def _failures(tree: Tree, name: str) -> list[str]:
     """Reasons of failed stages that an engine's results need, from the root."""
-    needed: dict[str, None] = {}
-    for engine in (name, tree.params.baseline):
-        for artifact in tree.lineage(engine):
-            node = tree.nodes[artifact]
-            if isinstance(node.settings, DistillParams):
-                needed |= {f"{tree.nodes[n].step}@{n}": None for n in tree.lineage(node.settings.teacher)}
-            needed[f"{node.step}@{artifact}"] = None
+    needed = dict.fromkeys(stage for engine in (name, tree.params.baseline) for stage in _made_by(tree, engine))
     stages = ["data", *needed, f"evaluate@{name}", f"benchmark@{name}"]
     found = [read_json(layout.failure(s)) for s in stages if layout.failure(s).is_file()]
     return [f"{f['stage']} failed: {f['reason']}" for f in found]
+
+
+def _made_by(tree: Tree, name: str) -> list[str]:
+    """The stages that an artifact comes of, from the root: its lineage's, each after those of its teacher."""
+    stages = []
+    for node in (tree.nodes[artifact] for artifact in tree.lineage(name)):
+        if isinstance(node.settings, DistillParams):
+            stages += _made_by(tree, node.settings.teacher)
+        stages.append(f"{node.step}@{node.name}")
+    return stages
 
 
 def _sizes(tree: Tree, lineage: tuple[str, ...], described: manifest.Manifest) -> dict[str, int]:

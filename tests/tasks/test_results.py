@@ -15,8 +15,10 @@ from tasks import layout, results
 from tasks.data import read, write
 from tasks.errors import Fault
 from tasks.files import read_json, size_bytes, write_json
+from tasks.gates import judge
 from tasks.params import Tree, load
 from tasks.results import Variant
+from tasks.settings import GateParams
 from tasks.stats import Interval, mean_score, paired_change
 
 
@@ -112,6 +114,24 @@ def test_an_unstable_measurement_keeps_its_numbers_and_says_so(tree: Tree) -> No
     assert variant.speedup is not None
 
 
+def test_an_unstable_further_batch_is_told_and_fails_nothing(tree: Tree) -> None:
+    timed = read_json(layout.report("benchmark", "base-ort"))
+    also = {key: timed[key] for key in ("timing", "baseline", "speedup", "unstable")}
+    others = [
+        {**also, "timing": {**timed["timing"], "batch": batch}, "unstable": why}
+        for batch, why in ((8, None), (32, "too noisy"))
+    ]
+    change(layout.report("benchmark", "base-ort"), also=others, unstable=None)
+    found = by_name(tree)
+    variant = found["base-ort"]
+    assert (variant.verdict, variant.reasons) == ("", ("at batch 32: too noisy",))
+    assert set(variant.speedup_at) == {"8"}
+    judged = judge(variant, GateParams.model_validate({"speedup": {"min": 1e-9}}), found["base-eager"])
+    assert (judged.verdict, judged.reasons) == ("passed", ("at batch 32: too noisy",))
+    change(layout.report("benchmark", "base-ort"), unstable="the first too")
+    assert by_name(tree)["base-ort"].reasons == ("the first too", "at batch 32: too noisy")
+
+
 def test_engines_of_equal_bytes_are_one_variant(project_copy: Path) -> None:
     raw = json.loads(layout.PARAMS.read_text())
     raw["build"]["twin"] = raw["build"]["base-ort"]
@@ -156,6 +176,7 @@ def test_a_twin_listed_first_does_not_replace_the_baseline(project_copy: Path) -
 
 
 def test_a_stable_twin_is_kept_over_an_unstable_one(project_copy: Path) -> None:
+    change(layout.report("benchmark", "slim-kd-ort"), unstable=None)
     twin("slim-kd-ort", first=True)
     change(layout.report("benchmark", "twin"), unstable="too noisy")
     found = by_name(load(layout.PARAMS))
@@ -176,6 +197,18 @@ def test_every_row_names_the_baseline_s_failure(tree: Tree) -> None:
 def test_a_failed_teacher_is_named_by_its_students(tree: Tree) -> None:
     write_json(layout.failure("train@base"), {"stage": "train@base", "reason": "diverged"})
     assert by_name(tree)["slim-kd-ort"].reasons == ("train@base failed: diverged",)
+
+
+def test_a_failed_teacher_of_a_teacher_is_the_reason(project_copy: Path) -> None:
+    raw = json.loads(layout.PARAMS.read_text())
+    raw["train"]["first"] = raw["train"]["base"]
+    raw["distill"]["second"] = {**raw["distill"]["slim-kd"], "from": "base", "teacher": "first"}
+    raw["distill"]["slim-kd"]["teacher"] = "second"
+    layout.PARAMS.write_text(json.dumps(raw))
+    write_json(layout.failure("train@first"), {"stage": "train@first", "reason": "diverged"})
+    found = by_name(load(layout.PARAMS))
+    assert found["slim-kd-ort"].reasons == ("train@first failed: diverged",)
+    assert found["base-ort"].verdict != "failed"
 
 
 def test_a_measurement_of_another_target_fails_its_variant(tree: Tree) -> None:
