@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tasks import layout, measure, results
+from tasks import curves, layout, measure, results
 from tasks.data import read
 from tasks.engines.protocol import open_engine
 from tasks.files import digest_of, read_json
 from tasks.gates import judge, shown
 from tasks.params import Tree
+from tasks.record import lineage_params
 from tasks.results import Variant
 from tasks.settings import BenchmarkParams
 from tasks.stats import quotient
@@ -44,7 +45,8 @@ def compare(tree: Tree, data: Path) -> Comparison:
     winner = _winner([v for v in judged if v.verdict == "passed"], timings, tree.params.benchmark.confidence)
     truncated = {v.name for v in front(judged)[MAX_FINALISTS:]}
     judged = [_against_winner(v, winner, timings, truncated, tree.params.benchmark.confidence) for v in judged]
-    return Comparison([results.plain(replace(v, content=_content(v))) for v in judged], timings, winner)
+    judged = [_unsettled(v, timings) for v in judged]
+    return Comparison([results.plain(replace(v, content=_content(tree, v))) for v in judged], timings, winner)
 
 
 def judged_variants(tree: Tree) -> list[Variant]:
@@ -158,10 +160,26 @@ def _against_winner(
     return replace(variant, reasons=(why, *variant.reasons))
 
 
-def _content(variant: Variant) -> str:
-    """A digest of what was recorded of a variant: equal when nothing about it changed."""
+def _unsettled(variant: Variant, timings: dict[str, measure.Timing]) -> Variant:
+    """Tell a finalist whose latency was still changing when the common rounds began."""
+    if variant.name not in timings or timings[variant.name].warm:
+        return variant
+    return replace(variant, reasons=(*variant.reasons, "head to head, its latency did not settle during warm-up"))
+
+
+def _content(tree: Tree, variant: Variant) -> str:
+    """A digest of what is recorded of a variant, with its lineage's settings and curves: equal when nothing changed."""
+    settings = {key: str(value) for key, value in lineage_params(tree, variant.lineage).items()}
+    curve = [asdict(point) for point in curves.points(tree, variant.lineage)]
     files = [layout.report(step, variant.name) for step in ("build", "evaluate", "benchmark")]
     failed = variant.reasons if variant.verdict == "failed" else ()
     return digest_of(
-        [variant.name, variant.verdict, list(failed), *(read_json(f) if f.is_file() else None for f in files)]
+        [
+            variant.name,
+            variant.verdict,
+            list(failed),
+            settings,
+            curve,
+            *(read_json(f) if f.is_file() else None for f in files),
+        ]
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from tasks.compare import WINS, _winner, compare, finalists, judged_variants
 from tasks.data import read, write
 from tasks.files import read_json, write_json
 from tasks.measure import Timing
-from tasks.params import Tree
+from tasks.params import Tree, load
 from tasks.results import Variant
 from tasks.stats import Interval
 
@@ -141,6 +142,42 @@ def test_contents_change_with_the_records_alone(tree: Tree, planted: Any) -> Non
     planted("base-ort", 3.0)
     changed = compare(tree, layout.DATA).variants
     assert [a["name"] for a, b in zip(first, changed, strict=True) if a["content"] != b["content"]] == ["base-ort"]
+
+
+def changed_contents(before: Tree, after: Tree, change: Any = None) -> list[str]:
+    """Names of the variants whose content differs between two trees, with a change made between."""
+    first = compare(before, layout.DATA).variants
+    if change:
+        change()
+    second = compare(after, layout.DATA).variants
+    return [a["name"] for a, b in zip(first, second, strict=True) if a["content"] != b["content"]]
+
+
+def test_contents_change_with_the_settings_of_the_lineage(tree: Tree, planted: Any) -> None:
+    """A setting that left the bytes as they were, as another calibration batch may."""
+    raw = json.loads(layout.PARAMS.read_text())
+    raw["quantize"]["base-int8"]["batch"] += 1
+    layout.PARAMS.write_text(json.dumps(raw))
+    assert changed_contents(tree, load(layout.PARAMS)) == ["base-int8-ort"]
+
+
+def test_contents_change_with_the_learning_curves(tree: Tree, planted: Any) -> None:
+    path = layout.report("distill", "slim-kd")
+    raw = read_json(path)
+    raw["curve"][0]["loss"] += 1
+    assert changed_contents(tree, tree, lambda: write_json(path, raw)) == ["slim-kd-ort"]
+
+
+def test_a_finalist_whose_latency_did_not_settle_says_so(
+    tree: Tree, planted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("base-ort", "slim-kd-ort"):
+        planted(name, 4.0)
+    common = {"base-ort": timing(1.0, 0), "slim-kd-ort": replace(timing(2.0, 1), warm=False)}
+    monkeypatch.setattr("tasks.compare.head_to_head", lambda *_: common)
+    found = {v["name"]: v["reasons"] for v in compare(tree, layout.DATA).variants}
+    assert found["slim-kd-ort"][-1] == "head to head, its latency did not settle during warm-up"
+    assert not any("settle" in reason for name in found if name != "slim-kd-ort" for reason in found[name])
 
 
 def test_a_variant_comes_back_from_the_comparison(tree: Tree, planted: Any) -> None:
