@@ -147,7 +147,7 @@ def calibrate(model: nn.Module, task: Workload, samples: Arrays, method: str) ->
 
     `max` takes the largest magnitude, `percentile` the 99.99th of a histogram, `entropy` what loses
     least of the histogram by Kullback-Leibler divergence. With a dynamic axis, batches are small ones of
-    similar length, so that padding weighs little.
+    similar length, so that padding weighs little. What is always 0 has a range of 1, as before calibration.
     """
     found = quantizers(model)
     for quantizer in found.values():
@@ -162,6 +162,8 @@ def calibrate(model: nn.Module, task: Workload, samples: Arrays, method: str) ->
         quantizer.load_calib_amax(*([method] if method != "max" and quantizer.axis is None else []))
         quantizer.disable_calib()
         quantizer._calibrator.reset()
+        if quantizer.axis is None and not quantizer.amax.any():
+            quantizer.amax = torch.ones_like(quantizer.amax)
     bound_biases(model)
     check_ranges({name: (-float(q.amax.max()), float(q.amax.max())) for name, q in found.items()})
 

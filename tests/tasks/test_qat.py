@@ -346,6 +346,17 @@ def test_a_bias_that_training_moved_fits_32_bits(tmp_path: Path, monkeypatch: py
         to_qdq(model, task, tmp_path / "model.onnx", EXPORT, "onnxruntime")
 
 
+def test_a_layer_whose_input_is_always_zero_keeps_its_bias(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, samples = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), arrays(4)
+    with torch.no_grad():
+        model[0].bias.fill_(-100.0)
+    task = task_of(model, {"x": ("float32", (4,))})
+    quantised(model, task, samples, style="onnxruntime")
+    to_qdq(model, task, tmp_path / "model.onnx", EXPORT, "onnxruntime")
+    assert np.allclose(run(tmp_path, {"x": samples["x"]}), model[2].bias.detach().numpy(), atol=0.01)
+
+
 def test_a_quantiser_of_what_is_never_negative_cuts_off_once() -> None:
     model, samples = nn.Sequential(nn.Linear(4, 3)), arrays(4)
     positive = {**samples, "x": np.abs(samples["x"])}
