@@ -21,9 +21,9 @@ from tasks.checkpoint import Masks
 from tasks.data import read
 from tasks.errors import Fault
 from tasks.low_rank import Factorable, Spectrum, choose_rank, choose_together, decompose, matrix, second_moments
-from tasks.prune import output_layers
+from tasks.prune_ranking import output_layers
 from tasks.settings import FactorizeParams
-from tasks.structure import Factorized, Tied, factors, replace_module
+from tasks.structure import Factorized, Tied, factors, replace_module, shared_parameters
 from tasks.workloads import protocol
 from tasks.workloads.protocol import Arrays, Workload
 
@@ -97,7 +97,8 @@ def factorize_layers(
 ) -> tuple[list[LowRank], list[Factorized | Tied]]:
     """Replace layers in place, where that saves parameters; returns every layer, and what was replaced.
 
-    A layer that stands in several places of the model is factorised once, for all of them.
+    A layer that stands in several places of the model is factorised once, for all of them. One without
+    which the model no longer runs is put back.
     """
     modules = {n: m for n, m in model.named_modules() if isinstance(m, KINDS)}
     reasons = _reasons(model, task, modules, params, masks or {})
@@ -108,17 +109,33 @@ def factorize_layers(
     places, layers, structure = _places(model), [], list[Factorized | Tied]()
     for name, module in modules.items():
         layer = _judged(name, module, spectra.get(name), ranks.get(name), reasons[name])
+        rank = layer.rank
+        if rank is not None and isinstance(module, Factorable):
+            pair, others = factors(module, rank), [other for other in places[module] if other != name]
+            _fill(pair, module, *spectra[name].factors(rank))
+            broken = _replace(model, task, [name, *others], pair)
+            if broken:
+                layer = replace(layer, rank=None, parameters_after=layer.parameters_before, kept_because=broken)
+            else:
+                structure += [Factorized(name, rank), *[Tied(other, name) for other in others]]
         layers.append(layer)
-        if layer.rank is not None and isinstance(module, Factorable):
-            pair = factors(module, layer.rank)
-            _fill(pair, module, *spectra[name].factors(layer.rank))
-            replace_module(model, name, pair)
-            structure.append(Factorized(name, layer.rank))
-            for other in places[module]:
-                if other != name:
-                    replace_module(model, other, pair)
-                    structure.append(Tied(other, name))
     return layers, structure
+
+
+def _replace(model: nn.Module, task: Workload, places: list[str], pair: nn.Module) -> str | None:
+    """Put a layer's factors in its places; the reason if the model doesn't run so, with the layer as it was."""
+    whole = model.get_submodule(places[0])
+    for place in places:
+        replace_module(model, place, pair)
+    try:
+        with torch.no_grad(), fit.eval_mode(model):
+            fit.forward(model, task, fit.tensors(protocol.example(task, 2)))
+    except Exception as error:
+        for place in places:
+            replace_module(model, place, whole)
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        return f"with factors of it the model no longer runs: {words[:160]}"
+    return None
 
 
 def _ranks(spectra: Mapping[str, Spectrum], params: FactorizeParams) -> dict[str, int | None]:
@@ -155,7 +172,7 @@ def _reasons(
             expected=f"globs that match some of: {', '.join(modules)}",
             do="mend only",
         )
-    outputs, shared = output_layers(model, task, fit.tensors(protocol.example(task, 2))), _shared(model)
+    outputs, shared = output_layers(model, task, fit.tensors(protocol.example(task, 2))), shared_parameters(model)
     calls = {layer.name: layer.calls for layer in account.count(model, task).layers}
 
     def reason(name: str, module: nn.Module) -> str | None:
@@ -178,15 +195,6 @@ def _reasons(
         return None
 
     return {name: reason(name, module) for name, module in modules.items()}
-
-
-def _shared(model: nn.Module) -> set[int]:
-    """Ids of parameters that more than one module holds."""
-    owners: dict[int, set[nn.Module]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(module)
-    return {key for key, modules in owners.items() if len(modules) > 1}
 
 
 def _places(model: nn.Module) -> dict[nn.Module, list[str]]:

@@ -12,18 +12,17 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tasks import account, checkpoint, fit, layout
+from tasks import account, batches, checkpoint, fit, layout
 from tasks.data import read
 from tasks.errors import Fault
-from tasks.prune_channels import prune_channels, widths
+from tasks.prune_channels import prune_channels
 from tasks.prune_heads import prune_heads
 from tasks.prune_layers import prune_layers, renamed
-from tasks.prune_ranking import Cut, Layer, output_layers
+from tasks.prune_ranking import Cut, Layer
 from tasks.prune_weights import prune_weights
 from tasks.settings import PruneParams
+from tasks.workloads import protocol
 from tasks.workloads.protocol import Arrays, Workload
-
-__all__ = ["Layer", "PruneReport", "Stage", "output_layers", "prune", "prune_channels", "recalibrate", "widths"]
 
 CUTS = {"weight": prune_weights, "channel": prune_channels, "head": prune_heads, "layer": prune_layers}
 DENSE = (
@@ -73,6 +72,7 @@ def prune(source: Path, data: Path, target: Path, params: PruneParams) -> PruneR
     model, task = parent.model, parent.workload
     train, validation = read(data / "train.npz"), read(data / "validation.npz")
     before, score = account.count(model, task), fit.score(model, task, validation)
+    children = {name: list(module._modules) for name, module in model.named_modules()}
     cut = Cut([], parent.masks)
     stages: list[Stage] = []
     curve: list[fit.Epoch] = []
@@ -91,7 +91,7 @@ def prune(source: Path, data: Path, target: Path, params: PruneParams) -> PruneR
         raise _nothing(source.name, cut.layers, params)
     structure = (*parent.structure, *cut.structure)
     checkpoint.save(replace(parent, model=model, masks=cut.masks, structure=structure), target)
-    names = renamed(cut.structure, {layer.name: layer.before for layer in cut.layers})
+    names = renamed(cut.structure, children)
     return PruneReport(
         granularity=params.granularity,
         cost=account.difference(before, account.count(model, task), names),
@@ -115,7 +115,8 @@ def ratios(params: PruneParams) -> list[float]:
 def recalibrate(model: nn.Module, task: Workload, train: Arrays, batch: int = 256) -> None:
     """Re-estimate batch-norm statistics over the training split (arXiv:2007.02491, section 3).
 
-    All else stays in eval mode; batches are equal within one sample, so that none weighs more.
+    All else stays in eval mode; batches are equal within one sample, so that none weighs more. With a
+    dynamic axis they are of samples of similar length.
     """
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
     model.eval()
@@ -126,10 +127,12 @@ def recalibrate(model: nn.Module, task: Workload, train: Arrays, batch: int = 25
         norm.reset_running_stats()
         norm.momentum = None
         norm.train()
-    n = len(train["label"])
+    n, lengths = len(train["label"]), protocol.lengths(task, train)
+    inputs = {name: train[name] for name in task.INPUTS}
+    (order,) = batches.ordered(n, n, lengths)
     with torch.no_grad():
-        for index in torch.arange(n).tensor_split(-(-n // batch)):
-            fit.forward(model, task, {name: torch.from_numpy(train[name])[index] for name in task.INPUTS})
+        for rows in order.tensor_split(-(-n // batch)):
+            fit.forward(model, task, batches.take(task, inputs, rows, lengths))
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
     model.eval()

@@ -17,13 +17,14 @@ from tasks import fit
 from tasks.errors import Fault
 from tasks.prune_ranking import Candidate, Cut, Layer, batches, named, require_named, starts, weakest
 from tasks.settings import PruneParams
+from tasks.structure import shared_parameters, thawed
 from tasks.transformer import HEADS, Attention, attentions
-from tasks.workloads import protocol
 from tasks.workloads.protocol import Arrays, Workload
 
 OUTPUTS = ("out_proj", "o_proj", "out_lin")
 WIDTHS = ("all_head_size", "inner_dim", "embed_dim")
 TOLERANCE = 1e-4
+SAMPLES = 8
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,11 @@ def prune_heads(model: nn.Module, task: Workload, train: Arrays, params: PrunePa
         if heads and not reasons[attention.name]:
             fits.append(heads)
     scores = importance(model, task, train, params, fits)
+    sample = fit.tensors({name: train[name][:SAMPLES] for name in task.INPUTS})
     candidates = [Candidate(h.name, scores[h.name], before[h.name]) for h in fits]
     for heads, gone in zip(fits, weakest(candidates, ratio, params), strict=True):
         if gone:
-            reasons[heads.name] = remove(model, task, heads, gone)
+            reasons[heads.name] = remove(model, task, sample, heads, gone)
         elif heads.attention.heads == before[heads.name]:
             reasons[heads.name] = f"none of its {heads.attention.heads} heads could go at ratio {ratio:.3g}"
     layers = [_layer(a, before[a.name], reasons[a.name]) for a in attentions(model)]
@@ -98,36 +100,45 @@ def _magnitude(fits: list[Heads]) -> dict[str, torch.Tensor]:
 def _taylor(
     model: nn.Module, task: Workload, train: Arrays, params: PruneParams, fits: list[Heads]
 ) -> dict[str, torch.Tensor]:
-    """Mean over samples of |Σ context · gradient| for each head; the context is [n, tokens, heads · size]."""
-    contexts: dict[str, torch.Tensor] = {}
+    """Mean over samples of |Σ context · gradient| for each head; the context is [n, tokens, heads · size].
+
+    An attention that runs several times has one gate for all its runs.
+    """
+    contexts: dict[str, list[torch.Tensor]] = {h.name: [] for h in fits}
 
     def keep(name: str) -> object:
         def hook(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            inputs[0].retain_grad()
-            contexts[name] = inputs[0]
+            if inputs[0].requires_grad:
+                inputs[0].retain_grad()
+                contexts[name].append(inputs[0])
 
         return hook
 
     hooks = [h.output.register_forward_pre_hook(keep(h.name)) for h in fits]  # type: ignore[arg-type]
     sums = {h.name: torch.zeros(h.attention.heads) for h in fits}
-    with fit.eval_mode(model):
+    with fit.eval_mode(model), thawed(model):
         for part in batches(task, train, params):
             n = len(part["label"])
             task.loss(fit.forward(model, task, part), part["label"]).backward()
             for heads in fits:
-                context = contexts[heads.name]
-                assert context.grad is not None
-                gates = (context * context.grad).detach().reshape(n, -1, heads.attention.heads, heads.size)
-                sums[heads.name] += n * gates.sum((1, 3)).abs().sum(0)
+                gates = torch.zeros(n, heads.attention.heads)
+                for context in contexts[heads.name]:
+                    if context.grad is not None:
+                        slopes = (context * context.grad).detach()
+                        gates += slopes.reshape(n, -1, heads.attention.heads, heads.size).sum((1, 3))
+                sums[heads.name] += n * gates.abs().sum(0)
+                contexts[heads.name].clear()
     for hook in hooks:
         hook.remove()
     model.zero_grad(set_to_none=True)
     return sums
 
 
-def remove(model: nn.Module, task: Workload, heads: Heads, gone: list[int]) -> str | None:
-    """Remove heads in place; the reason if that can't be done, with the model as it was."""
-    example = fit.tensors(protocol.example(task, 2))
+def remove(model: nn.Module, task: Workload, sample: fit.Tensors, heads: Heads, gone: list[int]) -> str | None:
+    """Remove heads in place; the reason if that can't be done, with the model as it was.
+
+    `sample` [n, …] are the inputs on which what is left is compared.
+    """
     kept = [
         i for h in range(heads.attention.heads) if h not in gone for i in range(h * heads.size, (h + 1) * heads.size)
     ]
@@ -137,11 +148,11 @@ def remove(model: nn.Module, task: Workload, heads: Heads, gone: list[int]) -> s
     whole = heads.output.weight.detach().clone()
     with torch.no_grad(), fit.eval_mode(model):
         heads.output.weight[:, dropped] = 0
-        expected = fit.forward(model, task, example)
+        expected = fit.forward(model, task, sample)
         heads.output.weight.copy_(whole)
         _slice(heads, kept, len(gone))
         try:
-            got = fit.forward(model, task, example)
+            got = fit.forward(model, task, sample)
             same = all(torch.allclose(got[n], expected[n], atol=TOLERANCE, rtol=TOLERANCE) for n in expected)
             reason = None if same else "without some heads it doesn't compute what is left of it"
         except Exception as error:
@@ -156,16 +167,21 @@ def remove(model: nn.Module, task: Workload, heads: Heads, gone: list[int]) -> s
 def _slice(heads: Heads, kept: list[int], gone: int) -> None:
     module, number, width = heads.attention.module, heads.attention.heads, heads.attention.heads * heads.size
     for projection in heads.inputs:
-        projection.weight = nn.Parameter(projection.weight[kept].clone())
+        projection.weight = _part(projection.weight, projection.weight[kept])
         if projection.bias is not None:
-            projection.bias = nn.Parameter(projection.bias[kept].clone())
+            projection.bias = _part(projection.bias, projection.bias[kept])
         projection.out_features = len(kept)
-    heads.output.weight = nn.Parameter(heads.output.weight[:, kept].clone())
+    heads.output.weight = _part(heads.output.weight, heads.output.weight[:, kept])
     heads.output.in_features = len(kept)
     for names, old, new in ((HEADS, number, number - gone), (WIDTHS, width, len(kept))):
         for key in names:
             if getattr(module, key, None) == old:
                 setattr(module, key, new)
+
+
+def _part(whole: torch.Tensor, part: torch.Tensor) -> nn.Parameter:
+    """A part of a parameter as a parameter, frozen if the whole is."""
+    return nn.Parameter(part.detach().clone(), whole.requires_grad)
 
 
 def _heads(model: nn.Module, attention: Attention) -> tuple[Heads | None, str | None]:
@@ -179,9 +195,9 @@ def _heads(model: nn.Module, attention: Attention) -> tuple[Heads | None, str | 
     output = next((m for m in near if isinstance(m, nn.Linear) and m.in_features == width), None)
     if output is None:
         return None, "its output projection wasn't found"
-    held = [id(p) for m in model.modules() for p in m.parameters(recurse=False)]
+    shared = shared_parameters(model)
     own = (attention.query, attention.key, attention.value, output)
-    if any(held.count(id(p)) > 1 for m in own for p in m.parameters(recurse=False)):
+    if any(id(p) in shared for m in own for p in m.parameters(recurse=False)):
         return None, "its weights are shared with another layer"
     return Heads(attention, output, width // attention.heads), None
 

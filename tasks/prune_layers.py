@@ -20,7 +20,7 @@ from tasks.checkpoint import Masks
 from tasks.errors import Fault
 from tasks.prune_ranking import Candidate, Cut, Layer, batches, few, named, require_named, starts, weakest
 from tasks.settings import PruneParams
-from tasks.structure import Kept
+from tasks.structure import Kept, kept_names, thawed
 from tasks.transformer import stacks
 from tasks.workloads import protocol
 from tasks.workloads.protocol import Arrays, Workload
@@ -31,6 +31,8 @@ Call = tuple[nn.Module, torch.Tensor, torch.Tensor]
 
 def prune_layers(model: nn.Module, task: Workload, train: Arrays, params: PruneParams, ratio: float, last: Cut) -> Cut:
     """Remove the share `ratio` of the layers of every stack in place; a stack keeps at least one.
+
+    A stack without whose layers the model no longer runs is put back, and says so.
 
     `only` matches the layers' names before the first cut. Raises Fault if the model has no stack
     whose layers run one after the other.
@@ -48,7 +50,7 @@ def prune_layers(model: nn.Module, task: Workload, train: Arrays, params: PruneP
         )
     now = {name: len(layers) for name, layers in running.items()}
     before = starts(last, now)
-    names = {n: [f"{n}.{i}" for i in originals(n, before[n], last.structure)] for n in running}
+    names = {n: _names(model, n, originals(n, before[n], last.structure)) for n in running}
     require_named([name for some in names.values() for name in some], params)
     free = {n: torch.tensor([named(name, params) for name in names[n]]) for n in running}
     scores = importance(model, task, train, params, running)
@@ -56,13 +58,37 @@ def prune_layers(model: nn.Module, task: Workload, train: Arrays, params: PruneP
     gone = {
         n: {i for i in some if free[n][i]} for n, some in zip(running, weakest(candidates, ratio, params), strict=True)
     }
-    cuts = tuple(Kept(n, tuple(i for i in range(now[n]) if i not in gone[n])) for n in running if gone[n])
-    for cut in cuts:
-        cut.apply(model)
+    wanted = [Kept(n, tuple(i for i in range(now[n]) if i not in gone[n])) for n in running if gone[n]]
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    broken = {cut.name: reason for cut in wanted if (reason := _apply(model, task, cut))}
+    cuts = [cut for cut in wanted if cut.name not in broken]
     left = {**now, **{cut.name: len(cut.layers) for cut in cuts}}
     layers = {layer.name: layer for layer in last.layers}
-    layers |= {n: Layer(n, before[n], left[n], _reason(before[n], left[n], ratio)) for n in running}
-    return Cut(list(layers.values()), _masks(last.masks, renamed(cuts, now)), (*last.structure, *cuts))
+    for n in running:
+        layers[n] = Layer(n, before[n], left[n], _reason(before[n], left[n], ratio, broken.get(n)))
+    return Cut(list(layers.values()), _masks(last.masks, parameters, model), (*last.structure, *cuts))
+
+
+def _apply(model: nn.Module, task: Workload, cut: Kept) -> str | None:
+    """Cut a stack shorter in place; the reason if the model doesn't run so, with the stack as it was."""
+    stack = model.get_submodule(cut.name)
+    whole = dict(stack._modules)
+    cut.apply(model)
+    try:
+        with torch.no_grad(), fit.eval_mode(model):
+            fit.forward(model, task, fit.tensors(protocol.example(task, 2)))
+    except Exception as error:
+        stack._modules = whole
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        return f"without some layers the model no longer runs: {words[:160]}"
+    return None
+
+
+def _names(model: nn.Module, stack: str, numbers: Sequence[int]) -> list[str]:
+    """The layers of a stack as they were called before the first cut; `numbers` is what they had then."""
+    keys = list(model.get_submodule(stack)._modules)
+    numbered = keys == [str(i) for i in range(len(keys))]
+    return [f"{stack}.{key}" for key in (numbers if numbered else keys)]
 
 
 def running_stacks(model: nn.Module, task: Workload) -> Stacks:
@@ -87,15 +113,21 @@ def importance(
     sums = {name: torch.zeros(len(layers)) for name, layers in running.items()}
     for part in batches(task, train, params):
         used = protocol.lengths(task, {name: part[name].numpy() for name in task.INPUTS})
-        with torch.set_grad_enabled(taylor):
+        with torch.set_grad_enabled(taylor), thawed(model):
             calls, outputs = _run(model, task, running, part)
-        made = [y for some in calls.values() for _, _, y in some]
-        loss = task.loss(outputs, part["label"])
-        slopes = iter(torch.autograd.grad(loss, made, materialize_grads=True) if taylor else made)
+            slopes = _gradients(task.loss(outputs, part["label"]), calls) if taylor else {}
         for name, some in calls.items():
-            changes = [_slope(x, y, next(slopes)) if taylor else _turn(x, y, used) for _, x, y in some]
+            changes = [_slope(x, y, slopes[id(y)]) if taylor else _turn(x, y, used) for _, x, y in some]
             sums[name] += torch.stack([change.sum() for change in changes]).detach()
     return sums
+
+
+def _gradients(loss: torch.Tensor, calls: Mapping[str, list[Call]]) -> dict[int, torch.Tensor]:
+    """The loss's gradient by each call's output, by the output's id; 0 where it doesn't depend on it."""
+    made = [y for some in calls.values() for _, _, y in some]
+    reached = [y for y in made if y.requires_grad]
+    found = torch.autograd.grad(loss, reached, materialize_grads=True) if reached and loss.requires_grad else ()
+    return {id(y): torch.zeros_like(y) for y in made} | {id(y): g for y, g in zip(reached, found, strict=False)}
 
 
 def _turn(before: torch.Tensor, after: torch.Tensor, used: np.ndarray | None) -> torch.Tensor:
@@ -146,26 +178,29 @@ def originals(stack: str, before: int, structure: Sequence[Kept]) -> list[int]:
     return alive
 
 
-def renamed(structure: Sequence[Kept], before: Mapping[str, int]) -> dict[str, str]:
-    """Names of the stacks' layers before they were cut, and after; "" for those that are gone."""
+def renamed(structure: Sequence[Kept], before: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Names of the stacks' layers before they were cut, and after; "" for those that are gone.
+
+    `before` has the layers' own names in each stack: numbers, or the names of a named Sequential.
+    """
     names: dict[str, str] = {}
     for stack in dict.fromkeys(change.name for change in structure):
-        alive = originals(stack, before[stack], structure)
-        names |= {f"{stack}.{i}": f"{stack}.{alive.index(i)}" if i in alive else "" for i in range(before[stack])}
+        alive = originals(stack, len(before[stack]), structure)
+        new = dict(zip(alive, kept_names(before[stack], alive), strict=True))
+        names |= {f"{stack}.{key}": f"{stack}.{new[i]}" if i in new else "" for i, key in enumerate(before[stack])}
     return names
 
 
-def _masks(masks: Masks, names: Mapping[str, str]) -> Masks:
-    """Masks under the new names of their layers; those of layers that are gone are dropped."""
-    kept = {}
-    for key, mask in masks.items():
-        old = next((name for name in names if key.startswith(f"{name}.")), None)
-        if old is None:
-            kept[key] = mask
-        elif names[old]:
-            kept[names[old] + key.removeprefix(old)] = mask
-    return kept
+def _masks(masks: Masks, parameters: Mapping[str, nn.Parameter], model: nn.Module) -> Masks:
+    """Masks under their parameters' new names; those of parameters that are gone are dropped.
+
+    `parameters` are all as they were named before. A tied weight stays while any layer that holds it does.
+    """
+    of = {id(parameters[name]): mask for name, mask in masks.items()}
+    return {name: of[id(p)] for name, p in model.named_parameters() if id(p) in of}
 
 
-def _reason(before: int, after: int, ratio: float) -> str | None:
-    return f"none of its {before} layers could go at ratio {ratio:.3g}" if before == after else None
+def _reason(before: int, after: int, ratio: float, broken: str | None) -> str | None:
+    if before != after:
+        return None
+    return broken or f"none of its {before} layers could go at ratio {ratio:.3g}"

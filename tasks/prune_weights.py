@@ -15,6 +15,7 @@ from tasks.checkpoint import Masks
 from tasks.fit import apply_masks
 from tasks.prune_ranking import PRUNABLE, Cut, Layer, gradients, named, output_layers, require_named, starts
 from tasks.settings import PruneParams
+from tasks.structure import thawed
 from tasks.workloads import protocol
 from tasks.workloads.protocol import Arrays, Workload
 
@@ -35,7 +36,8 @@ def prune_weights(model: nn.Module, task: Workload, train: Arrays, params: Prune
         if reasons[name]:
             chosen.pop(parameters[id(module.weight)], None)
     if params.importance == "taylor":
-        gradients(model, task, train, params)
+        with thawed(model):
+            gradients(model, task, train, params)
     scores = {name: _scores(weight, params.importance, last.masks.get(name)) for name, weight in chosen.items()}
     model.zero_grad(set_to_none=True)
     masks = {**last.masks, **(_all(scores, ratio) if params.scope == "global" else _each(scores, ratio))}
@@ -50,7 +52,8 @@ def prune_weights(model: nn.Module, task: Workload, train: Arrays, params: Prune
         key = parameters[id(module.weight)]
         left = int(masks[key].sum()) if key in masks else there[name]
         reason = reasons[name] or "its weight is shared with a layer that stays whole"
-        layers.append(Layer(name, before[name], left, reason if key not in chosen else None))
+        stays = _unmoved(before[name], left, module.weight.numel(), ratio)
+        layers.append(Layer(name, before[name], left, stays if key in chosen else reason))
     return Cut(layers, masks)
 
 
@@ -58,6 +61,14 @@ def _reason(name: str, module: nn.Module, protected: set[nn.Module], params: Pru
     if module in protected:
         return "it makes an output of the model"
     return None if named(name, params) else "only doesn't name it"
+
+
+def _unmoved(before: int, left: int, total: int, ratio: float) -> str | None:
+    """Why a layer that may lose weights lost none."""
+    if left < before:
+        return None
+    zero = left < total and total - left >= int(total * ratio)
+    return f"at least {ratio:.3g} of it is zero already" if zero else f"none of its {left} weights could go"
 
 
 def _scores(weight: torch.Tensor, importance: str, mask: torch.Tensor | None) -> torch.Tensor:

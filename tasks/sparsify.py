@@ -25,9 +25,13 @@ from tasks.low_rank import second_moments
 from tasks.permute import columns, kept, permute
 from tasks.prune_ranking import output_layers
 from tasks.settings import SparsifyParams
+from tasks.structure import shared_parameters
+from tasks.workloads import protocol
 from tasks.workloads.protocol import Arrays, Workload
 
-SEARCH = {"pattern": "2:4 sparsity", "hessian_damp": 0.1, "col_block_size": 128, "row_block_size": -1}
+PATTERN = "2:4 sparsity"
+DAMPING = 0.1
+SEARCH = {"pattern": PATTERN, "hessian_damp": DAMPING, "col_block_size": 128, "row_block_size": -1}
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ def sparsify_layers(
     A weight that `masks` already keeps at zero stays so. Raises Fault if no layer is eligible.
     """
     chosen = {n: m for n, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)}
-    dense = _dense(model, task, train, params, chosen)
+    dense = _dense(model, task, params, chosen)
     eligible = {name: module for name, module in chosen.items() if name not in dense}
     if not eligible:
         raise Fault(
@@ -146,12 +150,12 @@ def sparsify_weight(
     weight = module.weight.detach()
     fixed = torch.ones_like(weight, dtype=torch.bool) if fixed is None else fixed
     if moment is None:
-        mask = create_asp_mask(weight, str(SEARCH["pattern"])) & fixed
+        mask = create_asp_mask(weight, PATTERN) & fixed
         new = weight
     else:
         rows, hessian = _inputs_last(weight), _inputs_last_moment(moment, weight)
         found = create_sgpt_mask(rows, hessian.clone(), SEARCH) & _inputs_last(fixed)
-        start, inverse = prepare(rows, hessian.clone(), float(str(SEARCH["hessian_damp"])))
+        start, inverse = prepare(rows, hessian.clone(), DAMPING)
         mask = _inputs_first(found, weight)
         new = _inputs_first(mend(start, inverse, found), weight)
     with torch.no_grad():
@@ -172,7 +176,7 @@ def mend(weight: torch.Tensor, inverse: torch.Tensor, mask: torch.Tensor) -> tor
 
 
 def _dense(
-    model: nn.Module, task: Workload, train: Arrays, params: SparsifyParams, chosen: dict[str, nn.Conv2d | nn.Linear]
+    model: nn.Module, task: Workload, params: SparsifyParams, chosen: dict[str, nn.Conv2d | nn.Linear]
 ) -> dict[str, str]:
     """The layers that stay dense, and why."""
     for glob in params.skip or ():
@@ -180,20 +184,15 @@ def _dense(
             raise Fault(
                 "skip names no layer", got=glob, expected=", ".join(chosen), do="name one of these, or leave it out"
             )
-    example = {name: torch.from_numpy(train[name][:1]) for name in task.INPUTS}
-    outputs = output_layers(model, task, example)
+    outputs, shared = output_layers(model, task, fit.tensors(protocol.example(task, 2))), shared_parameters(model)
     calls = {layer.name: layer.calls for layer in account.count(model, task).layers}
-    owners: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
     reasons = {}
     for name, module in chosen.items():
         if any(fnmatchcase(name, glob) for glob in params.skip or ()):
             reasons[name] = "skip names it"
         elif module in outputs:
             reasons[name] = "it makes an output of the model"
-        elif owners[id(module.weight)] > 1:
+        elif id(module.weight) in shared:
             reasons[name] = "its weight is shared with another layer"
         elif not calls.get(name):
             reasons[name] = "the model never calls it"

@@ -80,11 +80,9 @@ def factors(module: nn.Module, rank: int) -> nn.Sequential:
 
     Those of a frozen weight are frozen, and so is a frozen bias.
     """
-    pair = _pair(module, rank)
-    for own in pair:
-        own.weight.requires_grad_(module.weight.requires_grad)  # type: ignore[operator,union-attr]
-    if getattr(module, "bias", None) is not None:
-        pair[1].bias.requires_grad_(module.bias.requires_grad)  # type: ignore[operator,union-attr]
+    pair, frozen = _pair(module, rank), {name for name, p in module.named_parameters() if not p.requires_grad}
+    for name, parameter in pair.named_parameters():
+        parameter.requires_grad_(name.partition(".")[2] not in frozen)
     return pair
 
 
@@ -144,4 +142,3 @@ def thawed(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
-            parameter.grad = None

@@ -18,6 +18,7 @@ from torch import nn
 from tasks import account, checkpoint, factorize, fit, low_rank
 from tasks.errors import Fault
 from tasks.settings import FactorizeParams
+from tasks.workloads.protocol import load_workload
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -259,6 +260,61 @@ def test_a_layer_in_two_places_is_factorised_once_for_both() -> None:
     assert fit.parameters(model) == 2 * 16 * 4 + 16 + 16 * 4 + 4
 
 
+class Unembedding(nn.Module):
+    """An embedding that is called, and whose weight also makes logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.body, self.head = nn.Embedding(20, 16), nn.Linear(16, 16), nn.Linear(20, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(nn.functional.linear(self.body(self.words(x.long().abs())).mean(1), self.words.weight))
+
+
+def test_a_layer_whose_weight_is_read_elsewhere_is_put_back_and_says_so() -> None:
+    model, arrays = Unembedding(), data(5)
+    before = model(torch.from_numpy(arrays["x"]))
+    layers, structure = factorize.factorize_layers(model, task(5), arrays, params(rank=0.25, samples=0, only=["words"]))
+    words = next(layer for layer in layers if layer.name == "words")
+    assert structure == [] and isinstance(model.words, nn.Embedding)
+    assert words.rank is None and words.parameters_after == words.parameters_before == 320
+    assert str(words.kept_because).startswith("with factors of it the model no longer runs: AttributeError")
+    assert torch.equal(model(torch.from_numpy(arrays["x"])), before)
+    _, structure = factorize.factorize_layers(model, task(5), arrays, params(rank=0.25, samples=0))
+    assert [change.name for change in structure] == ["body"]
+
+
+FROZEN = """
+import sys
+sys.path.insert(0, {folder!r})
+from text import *
+from text import model as whole
+def model(layers=1, **_):
+    made = whole(layers=layers)
+    made.net.bert.embeddings.requires_grad_(False)
+    made.net.bert.encoder.layer[0].output.dense.bias.requires_grad_(False)
+    return made
+"""
+
+
+def test_factors_of_a_frozen_layer_are_frozen_after_reload_too(write_workload: Any, tmp_path: Path) -> None:
+    path = write_workload(FROZEN.format(folder=str(ROOT / "tests" / "tiny")))
+    made = checkpoint.Checkpoint(load_workload(path).model(), str(path))
+    train = {name: value[:20] for name, value in made.workload.samples(0)[0].items()}
+    wanted = params(rank=0.25, samples=0, only=["*.word_embeddings", "*.dense"])
+    _, structure = factorize.factorize_layers(made.model, made.workload, train, wanted)
+    checkpoint.save(replace(made, structure=tuple(structure)), tmp_path / "low")
+    again = checkpoint.load(tmp_path / "low").model
+    flags = [{name: p.requires_grad for name, p in model.named_parameters()} for model in (made.model, again)]
+    assert flags[0] == flags[1]
+    output = "net.bert.encoder.layer.0.output.dense"
+    assert {name for name, flag in flags[0].items() if not flag} == {
+        *[name for name in flags[0] if name.startswith("net.bert.embeddings.")],
+        f"{output}.1.bias",
+    }
+    assert {f"{output}.0.weight", "net.bert.embeddings.word_embeddings.1.weight"} <= set(flags[0])
+
+
 def test_reported_costs_are_the_counted_ones() -> None:
     from tasks.workloads import digits
 
@@ -328,7 +384,7 @@ def test_a_factorised_model_reloads_in_a_new_process_with_the_same_outputs(saved
 
 
 def test_a_factorised_model_can_be_pruned_and_factorised_again(saved: Path, tmp_path: Path) -> None:
-    from tasks.prune import prune_channels
+    from tasks.prune_channels import prune_channels
     from tasks.settings import PruneParams
 
     loaded = checkpoint.load(saved)

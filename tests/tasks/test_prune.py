@@ -15,7 +15,9 @@ from tasks.data import read, write
 from tasks.errors import Fault
 from tasks.files import read_json
 from tasks.fit import predict
-from tasks.prune import output_layers, prune, prune_channels, recalibrate
+from tasks.prune import prune, recalibrate
+from tasks.prune_channels import prune_channels
+from tasks.prune_ranking import output_layers
 from tasks.settings import PruneParams
 
 TEXT = Path(__file__).resolve().parent.parent / "tiny/text.py"
@@ -203,6 +205,25 @@ def test_recalibrated_statistics_are_those_of_the_split(make_workload: Any, imag
     assert norm.running_mean.item() == pytest.approx(images["image"].mean(), abs=1e-5)
     assert norm.running_var.item() == pytest.approx(images["image"].var(), rel=1e-2)
     assert (norm.momentum, norm.training) == (0.1, False)
+
+
+def test_recalibration_sees_batches_cut_to_their_longest_sample(text: Any) -> None:
+    samples = {name: value[:40] for name, value in text.samples(0)[0].items()}
+    seen: list[tuple[int, int]] = []
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(1)
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+            seen.append((input_ids.shape[1], int(attention_mask.sum(1).max())))
+            return self.norm((input_ids * attention_mask).sum(1, keepdim=True).float())
+
+    model = Normed()
+    recalibrate(model, text, samples, batch=10)
+    assert len(seen) == 4 and all(width == longest for width, longest in seen) and seen[0][0] < 12
+    assert model.norm.running_mean.item() == pytest.approx(samples["input_ids"].sum(1).mean(), rel=1e-5)
 
 
 def test_the_report_is_of_the_models(artifact: Any, line: Path, tiny: Any, data_folder: Path) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from tasks import checkpoint, fit
 from tasks.errors import Fault
-from tasks.prune_heads import prune_heads
+from tasks.prune_heads import _heads, importance, prune_heads
 from tasks.prune_ranking import Cut
 from tasks.settings import PruneParams
 from tasks.transformer import attentions
@@ -122,6 +122,54 @@ def test_taylor_is_the_gradient_of_a_gate(bert: Any, text: Any, train: Any, prun
     best = [rows(bert, i)[expected[i].argmax()] for i in range(2)]
     pruned(0.75, importance="taylor")
     assert all(torch.equal(rows(bert, i)[0], best[i]) for i in range(2))
+
+
+def test_taylor_of_a_shared_attention_is_the_gradient_of_one_gate_for_all_its_runs(
+    bert: Any, text: Any, train: Any
+) -> None:
+    layers = bert.net.bert.encoder.layer
+    layers[1] = layers[0]
+    gate, samples = torch.ones(4, requires_grad=True), {name: value[:8] for name, value in train.items()}
+    handle = layers[0].attention.output.dense.register_forward_pre_hook(
+        lambda _, inputs: (inputs[0].unflatten(-1, (4, -1)) * gate[:, None]).flatten(-2)
+    )
+    expected = torch.zeros(4)
+    for i in range(8):
+        one = fit.tensors({name: value[i : i + 1] for name, value in samples.items()})
+        expected += torch.autograd.grad(text.loss(fit.forward(bert, text, one), one["label"]), gate)[0].abs()
+    handle.remove()
+    heads, _ = _heads(bert, attentions(bert)[0])
+    assert heads
+    given = params(importance="taylor", batch=8)
+    torch.testing.assert_close(importance(bert, text, samples, given, [heads])[heads.name], expected)
+
+
+def test_frozen_weights_have_taylor_scores_and_stay_frozen(bert: Any, text: Any, train: Any, tmp_path: Path) -> None:
+    found = [heads for a in attentions(bert) if (heads := _heads(bert, a)[0])]
+    given = params(importance="taylor")
+    expected = importance(bert, text, train, given, found)
+    frozen = [bert.net.bert.embeddings, bert.net.bert.encoder.layer[0]]
+    for part in frozen:
+        part.requires_grad_(False)
+    scores = importance(bert, text, train, given, found)
+    assert all(torch.allclose(scores[name], expected[name]) for name in expected)
+    prune_heads(bert, text, train, given, 0.5, Cut([], {}))
+    assert attentions(bert)[0].heads == 2
+    assert not any(p.requires_grad for part in frozen for p in part.parameters())
+    assert all(p.requires_grad for p in bert.net.bert.encoder.layer[1].parameters())
+
+
+def test_what_is_left_is_compared_on_samples_with_padding(bert: Any, text: Any, train: Any) -> None:
+    """A model that is wrong without some heads, but only where there is padding."""
+    whole, module = bert.forward, attentions(bert)[0].module
+
+    def forward(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        padding = (1 - attention_mask).sum(1, keepdim=True)
+        return whole(input_ids, attention_mask) + padding * module.num_attention_heads
+
+    bert.forward = forward
+    done = prune_heads(bert, text, train, params(only=["*.layer.0.*"]), 0.5, Cut([], {}))
+    assert done.layers[0].kept_because == "without some heads it doesn't compute what is left of it"
 
 
 def test_global_scope_takes_from_the_weak_layer_and_leaves_it_one(bert: Any, pruned: Any) -> None:

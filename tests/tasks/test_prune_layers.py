@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from tasks import checkpoint, fit
 from tasks.data import write
@@ -16,7 +18,7 @@ from tasks.prune import prune
 from tasks.prune_layers import importance, originals, prune_layers, renamed, running_stacks
 from tasks.prune_ranking import Cut
 from tasks.settings import PruneParams
-from tasks.structure import Kept
+from tasks.structure import Kept, Tied
 from tasks.workloads.protocol import load_workload
 
 TINY = Path(__file__).resolve().parent.parent / "tiny"
@@ -174,6 +176,98 @@ def test_no_stack_is_a_fault_that_says_what_was_looked_for(tiny: Any) -> None:
 
 def test_new_names_follow_several_cuts() -> None:
     cuts = (Kept("a", (0, 2, 3)), Kept("b", (1,)), Kept("a", (1, 2)))
-    assert renamed(cuts, {"a": 4, "b": 2}) == {
+    assert renamed(cuts, {"a": "0123", "b": "01"}) == {
         "a.0": "", "a.1": "", "a.2": "a.0", "a.3": "a.1", "b.0": "", "b.1": "b.0"
     }  # fmt: skip
+
+
+def test_a_mask_of_tied_layers_stays_while_one_of_them_does(bert: Any, text: Any, train: Any, tmp_path: Path) -> None:
+    ties = (Tied(f"{STACK}.1", f"{STACK}.0"), Tied(f"{STACK}.3", f"{STACK}.2"))
+    for tie in ties:
+        tie.apply(bert)
+    masks = {}
+    for i in (0, 2):
+        name = f"{STACK}.{i}.output.dense.weight"
+        masks[name] = torch.rand(bert.get_parameter(name).shape) > 0.5
+    fit.apply_masks(bert, masks)
+    given = params(ratio=0.25, only=[f"{STACK}.0"])
+    done = prune_layers(bert, text, train, given, 0.25, Cut([], masks))
+    assert done.structure == (Kept(STACK, (1, 2, 3)),)
+    expected = {f"{STACK}.{i}.output.dense.weight": f"{STACK}.{2 * i}.output.dense.weight" for i in (0, 1)}
+    assert set(done.masks) == set(expected)
+    assert all(torch.equal(done.masks[new], masks[old]) for new, old in expected.items())
+    structure = (*ties, *done.structure)
+    made = checkpoint.Checkpoint(bert, str(TINY / "text.py"), {"width": 16}, structure, done.masks)
+    checkpoint.save(made, tmp_path)
+    again = checkpoint.load(tmp_path).model
+    batch = fit.tensors(train)
+    assert torch.equal(fit.forward(again, text, batch)["logits"], fit.forward(bert, text, batch)["logits"])
+
+
+class Chain(nn.Sequential):
+    """A stack with an `__init__` of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(OrderedDict((name, nn.Linear(width, width)) for name in "abcd"))
+
+
+class Stacked(nn.Module):
+    """A stack, its layers called in a way that a test chooses, and a head."""
+
+    def __init__(self, stack: nn.Module, counted: bool = False) -> None:
+        super().__init__()
+        self.stack, self.head, self.counted = stack, nn.Linear(6, 3), counted
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.counted:
+            return self.head(self.stack(x))
+        for i in range(4):
+            x = self.stack[i](x)  # type: ignore[operator,index]
+        return self.head(x)
+
+
+@pytest.fixture
+def vectors() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {"x": rng.normal(size=(20, 6)).astype(np.float32), "label": rng.integers(0, 3, 20)}
+
+
+def test_layers_with_names_of_their_own_keep_them_and_their_masks(make_workload: Any, vectors: Any) -> None:
+    model = Stacked(Chain(6)).eval()
+    task = make_workload(model, {"x": ("float32", (6,))})
+    layers = dict(model.stack.named_children())
+    masks = {f"stack.{name}.weight": torch.rand(6, 6) > 0.5 for name in "bd"}
+    fit.apply_masks(model, masks)
+    first = prune_layers(model, task, vectors, params(ratio=0.25, only=["stack.b"]), 0.25, Cut([], masks))
+    done = prune_layers(model, task, vectors, params(ratio=0.5, only=["stack.c"]), 0.5, first)
+    assert dict(model.stack.named_children()) == {name: layers[name] for name in "ad"}
+    assert done.structure == (Kept("stack", (0, 2, 3)), Kept("stack", (0, 2)))
+    assert set(done.masks) == {"stack.d.weight"} and torch.equal(done.masks["stack.d.weight"], masks["stack.d.weight"])
+    names = renamed(done.structure, {"stack": "abcd"})
+    assert names == {"stack.a": "stack.a", "stack.b": "", "stack.c": "", "stack.d": "stack.d"}
+    again = Stacked(Chain(6))
+    for change in done.structure:
+        change.apply(again)
+    again.load_state_dict(model.state_dict())
+    x = torch.from_numpy(vectors["x"])
+    assert torch.equal(again(x), model(x))
+
+
+def test_a_stack_without_whose_layers_the_model_does_not_run_is_put_back(make_workload: Any, vectors: Any) -> None:
+    model = Stacked(nn.ModuleList(nn.Linear(6, 6) for _ in range(4)), counted=True).eval()
+    task = make_workload(model, {"x": ("float32", (6,))})
+    before = model(torch.from_numpy(vectors["x"]))
+    done = prune_layers(model, task, vectors, params(), 0.5, Cut([], {}))
+    assert (done.layers[0].after, done.structure) == (4, ())
+    assert str(done.layers[0].kept_because).startswith("without some layers the model no longer runs: IndexError")
+    assert torch.equal(model(torch.from_numpy(vectors["x"])), before)
+
+
+def test_frozen_layers_have_the_taylor_scores_they_would_have_unfrozen(bert: Any, text: Any, train: Any) -> None:
+    given, found = params(importance="taylor"), running_stacks(bert, text)
+    expected = importance(bert, text, train, given, found)[STACK]
+    bert.net.bert.embeddings.requires_grad_(False)
+    found[STACK][0].requires_grad_(False)
+    assert torch.allclose(importance(bert, text, train, given, found)[STACK], expected)
+    assert not any(p.requires_grad for p in bert.net.bert.embeddings.parameters())
+    assert expected.all()

@@ -75,12 +75,13 @@ def halves(batch: fit.Tensors) -> list[fit.Tensors]:
 def test_global_scope_drops_the_smallest_of_all_but_never_a_whole_layer(model: Any, forms: Any) -> None:
     with torch.no_grad():
         model.stem.weight *= 1e-6
-    sizes = {name: getattr(model, name).weight.numel() for name in ("stem", "inner", "outer")}
+    whole = {f"{name}.weight": getattr(model, name).weight.detach().abs() for name in ("stem", "inner", "outer")}
     done = cut(model, forms, ratio=0.5, scope="global")
-    assert sum(int((~mask).sum()) for mask in done.masks.values()) == sum(sizes.values()) // 2
+    assert sum(int((~mask).sum()) for mask in done.masks.values()) == sum(size.numel() for size in whole.values()) // 2
     assert int(done.masks["stem.weight"].sum()) == 1
-    pooled = torch.cat([getattr(model, n).weight.abs()[done.masks[f"{n}.weight"]] for n in ("inner", "outer")])
-    assert pooled.min() > 0
+    names = ("inner.weight", "outer.weight")
+    dropped, kept = (torch.cat([whole[n][done.masks[n] == there] for n in names]) for there in (False, True))
+    assert 0 < dropped.max() <= kept.min()
 
 
 @pytest.mark.parametrize("importance", ["magnitude", "taylor", "random"])
@@ -107,6 +108,15 @@ def test_only_and_shared_weights(forms: Any) -> None:
     }
 
 
+def test_a_frozen_layer_has_the_scores_it_would_have_unfrozen_and_stays_frozen(model: Any, forms: Any) -> None:
+    frozen = forms.model(form="residual").eval()
+    frozen.load_state_dict(model.state_dict())
+    frozen.inner.weight.requires_grad_(False)
+    masks = [cut(one, forms, importance="taylor").masks["inner.weight"] for one in (model, frozen)]
+    assert torch.equal(*masks)
+    assert not frozen.inner.weight.requires_grad and frozen.outer.weight.requires_grad
+
+
 def test_steps_follow_the_schedule_and_zeros_outlast_training(
     model: Any, forms: Any, splits: Path, tmp_path: Path
 ) -> None:
@@ -121,8 +131,9 @@ def test_steps_follow_the_schedule_and_zeros_outlast_training(
         assert not weight[~mask].any() and weight[mask].all()
     assert report.cost.parameters_after == report.cost.parameters_before
     assert "no engine gets faster" in str(report.note)
-    with pytest.raises(Fault, match="nothing to prune in cut"):
+    with pytest.raises(Fault, match="nothing to prune in cut") as caught:
         prune(tmp_path / "cut", splits, tmp_path / "again", params(ratio=0.5))
+    assert "inner: at least 0.5 of it is zero already" in str(caught.value)
     assert not (tmp_path / "again").exists()
 
 
