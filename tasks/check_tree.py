@@ -62,7 +62,7 @@ def tree_faults(raw: dict[str, Any]) -> list[str]:
 
 
 def _mask_faults(raw: dict[str, Any], links: list[tuple[str, str, str, str]]) -> list[str]:
-    """Steps that would tear up the zeros that an ancestor put into the weights."""
+    """Steps that would tear up the zeros, or average the factors, that an ancestor put in the weights' place."""
     values = {name: (section, value) for section, name, value in artifacts(raw) if isinstance(value, dict)}
     parents = {name: got for _, name, key, got in links if key == "from"}
     faults = []
@@ -74,7 +74,28 @@ def _mask_faults(raw: dict[str, Any], links: list[tuple[str, str, str, str]]) ->
                 f"{section}.{name}.from: got {parents[name]!r}, whose weights {masked!r} made sparse; {what} would "
                 f"tear up its zeros; expected an artifact before {masked!r}: do this first, then {values[masked][0]}"
             )
+        factorized = _factorized_by(str(parents.get(name)), values, parents) if section == "share" else None
+        if factorized and value.get("how", "average") == "average":
+            faults.append(
+                f"share.{name}.from: got {parents[name]!r}, whose layers {factorized!r} factorised; averages of two "
+                f"factors are no factors of the average; expected an artifact before {factorized!r}: share first, then "
+                "factorize; or take how: copy"
+            )
     return faults
+
+
+def _factorized_by(name: str, values: dict[str, tuple[str, dict[str, Any]]], parents: dict[str, str]) -> str | None:
+    """The nearest artifact, from `name` up, that factorised every layer it could, if `name` still has the factors."""
+    seen: set[str] = set()
+    while name in values and name not in seen:
+        seen.add(name)
+        section, value = values[name]
+        if section == "factorize" and not value.get("only"):
+            return name
+        if section == "distill" and value.get("student"):
+            return None
+        name = parents.get(name, "")
+    return None
 
 
 def _masked_by(name: str, values: dict[str, tuple[str, dict[str, Any]]], parents: dict[str, str]) -> str | None:

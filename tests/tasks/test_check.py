@@ -268,3 +268,55 @@ def test_all_faults_are_reported_at_once(tmp_path: Path) -> None:
     ]
     assert sorted(keys) == sorted(expected)
     assert str(caught.value).startswith(f"{tmp_path / 'params.yaml'}: 12 faults\n")
+
+
+SHARE = "whose layers 'low' factorised"
+TORN = "would tear up its zeros"
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        (["sparsify", "factorize"], TORN),
+        (["sparsify", "share"], TORN),
+        (["sparsify", "prune channel"], TORN),
+        (["sparsify", "prune head"], TORN),
+        (["prune weight", "factorize"], TORN),
+        (["sparsify", "distill", "factorize"], TORN),
+        (["sparsify", "distill student", "factorize"], None),
+        (["sparsify", "prune layer"], None),
+        (["prune weight", "prune layer"], None),
+        (["factorize", "share"], SHARE),
+        (["factorize", "distill", "share"], SHARE),
+        (["factorize only", "share"], None),
+        (["factorize", "share copy"], None),
+        (["factorize", "distill student", "share"], None),
+        (["share", "factorize"], None),
+    ],
+    ids=lambda value: " then ".join(value) if isinstance(value, list) else "",
+)
+def test_what_a_step_would_tear_up_is_refused_and_the_rest_is_not(
+    found: Any, steps: list[str], words: str | None
+) -> None:
+    settings: dict[str, dict[str, Any]] = {
+        "sparsify": {},
+        "factorize": {"rank": 0.5},
+        "factorize only": {"rank": 0.5, "only": ["head"]},
+        "share": {},
+        "share copy": {"how": "copy"},
+        "distill": {"teacher": "base"},
+        "distill student": {"teacher": "base", "student": {"width": 8}},
+    }
+    changes, parent = {}, "base"
+    for i, step in enumerate(steps):
+        section, _, kind = step.partition(" ")
+        name = "low" if section == "factorize" else f"made-{i}"
+        own = {"granularity": kind, "ratio": 0.5} if section == "prune" else settings[step]
+        changes[f"{section}/{name}"] = {"from": parent, **own}
+        parent = name
+    text = found(changes)
+    if words is None:
+        assert text == []
+    else:
+        section = steps[-1].partition(" ")[0]
+        assert [words in line and line.startswith(f"{section}.{parent}.from: got ") for line in text] == [True], text
