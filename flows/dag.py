@@ -125,6 +125,14 @@ class Dag:
                 found.add(stage.name)
         return [s for s in self.stages if s in found and s != name]
 
+    def chains(self) -> dict[str, float]:
+        """The longest chain of time limits from each stage to the fan-in, in seconds: what is urgent."""
+        longest: dict[str, float] = {}
+        for stage in reversed(self.stages.values()):
+            later = [longest[s.name] for s in self.stages.values() if stage.name in s.needs and not s.fan_in]
+            longest[stage.name] = stage.timeout_s + max(later, default=0.0)
+        return longest
+
     def close(self) -> None:
         """Close DVC's databases."""
         self._repo.close()

@@ -51,7 +51,7 @@ class Driver:
     def __post_init__(self) -> None:
         self.children = Children({"ENGINESMITH_FLOW_RUN": self.flow_run or ""})
         self.progress = Progress(self.console, len(self.dag.stages), self.children)
-        self._machine = Machine(cores())
+        self._machine, self._urgency = Machine(cores()), self.dag.chains()
         self._tree = params.load(layout.PARAMS, models=False)
         self._lock = threading.Lock()
 
@@ -92,7 +92,7 @@ class Driver:
         return touched and self.dag.changed(stage.name)
 
     def _run(self, stage: Stage) -> tuple[Ended, float]:
-        with self._machine.hold(stage.alone, threads(stage.name, self._tree)):
+        with self._machine.hold(stage.alone, threads(stage.name, self._tree), self._urgency[stage.name]):
             began = self.dag.begin(stage.name)
             outcome = self.children.run(stage.name, stage.command, layout.LOGS / log_name(stage.name), stage.timeout_s)
         reason = outcome.reason

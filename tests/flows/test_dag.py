@@ -57,6 +57,15 @@ def reachable(edges: set[tuple[str, str]]) -> set[tuple[str, str]]:
         closure |= more
 
 
+def test_a_long_chain_is_urgent(dag: Dag) -> None:
+    chains = dag.chains()
+    limits = {name: stage.timeout_s for name, stage in dag.stages.items()}
+    line = ["distill@slim-kd", "export@slim-kd-onnx", "build@slim-kd-ort", "benchmark@slim-kd-ort"]
+    assert chains["distill@slim-kd"] == sum(limits[name] for name in line)
+    assert chains["prune@slim"] == limits["prune@slim"] + chains["distill@slim-kd"]
+    assert chains["export@base-onnx"] > chains["build@base-ort"] > chains["benchmark@base-ort"]
+
+
 def test_order_puts_needs_first(dag: Dag) -> None:
     seen: set[str] = set()
     for stage in dag.stages.values():

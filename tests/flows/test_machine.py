@@ -111,3 +111,22 @@ def test_another_process_that_measures_keeps_this_one_out(tmp_path: Path) -> Non
     other.wait(20)
     assert entered.wait(20)
     thread.join()
+
+
+def test_the_most_urgent_goes_first_and_is_not_overtaken(tmp_path: Path) -> None:
+    machine, order, waiting = Machine(2, tmp_path / "lock"), [], []
+
+    def work(name: str, threads: int, urgency: float) -> None:
+        with machine.hold(False, threads, urgency):
+            order.append(name)
+            time.sleep(0.02)
+
+    with machine.hold(False), machine.hold(False):
+        for name, threads, urgency in (("short", 1, 1.0), ("long", 1, 9.0), ("wide", 2, 5.0), ("later", 1, 1.0)):
+            waiting.append(threading.Thread(target=work, args=(name, threads, urgency)))
+            waiting[-1].start()
+            time.sleep(0.02)
+    for thread in waiting:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert order == ["long", "wide", "short", "later"]
