@@ -285,4 +285,5 @@ def test_a_bert_without_only_keeps_its_heads_and_runs(text: Any) -> None:
     assert query.after == query.before
     assert query.kept_because == "it feeds attention heads: granularity head removes those"
     assert layers["net.classifier"].kept_because == "it makes an output of the model"
+    assert layers["net.bert.encoder.layer.0.output.dense"].after == 16
     assert fit.forward(model, text, fit.tensors(protocol.example(text, 3)))["logits"].shape == (3, 2)
