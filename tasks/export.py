@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import logging
 import sys
-import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +18,7 @@ from tasks.errors import Fault
 from tasks.files import atomic_folder, sha256, size_bytes
 from tasks.fit import eval_mode, tensors
 from tasks.parity import PROOF_BATCHES, parity
+from tasks.quiet import quiet
 from tasks.settings import ExportParams
 from tasks.structure import FakeQuantized
 from tasks.workloads.protocol import Workload, axes, example
@@ -110,7 +106,7 @@ def to_onnx(
         for _, shape in task.INPUTS.values()
     )
     inputs = tensors(example(task, 2))
-    with eval_mode(model), recurrent.exportable(model), _quiet():
+    with eval_mode(model), recurrent.exportable(model), quiet():
         try:
             exported = torch.export.export(model, tuple(inputs.values()), dynamic_shapes=shapes)
         except torch._dynamo.exc.UserError as error:
@@ -178,16 +174,3 @@ def check_file(model: onnx.ModelProto, opset: int) -> None:
 
 def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """The exporter prints and warns about its own progress; errors still raise."""
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        level = logging.root.manager.disable
-        logging.disable(logging.WARNING)
-        try:
-            yield
-        finally:
-            logging.disable(level)

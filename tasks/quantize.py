@@ -25,6 +25,7 @@ from tasks.data import read
 from tasks.errors import Fault
 from tasks.files import atomic_folder, sha256, size_bytes
 from tasks.parity import fidelity
+from tasks.quiet import quiet
 from tasks.settings import QuantizeParams
 from tasks.workloads.protocol import Arrays, Workload, largest, load_workload
 
@@ -72,10 +73,11 @@ def quantize(source: Path, workload: Path, data: Path, target: Path, params: Qua
         shutil.copytree(source, copy)
         made = Path(scratch) / "made"
         made.mkdir()
-        if dynamic:
-            _dynamic(copy, made)
-        else:
-            {"onnxruntime": _onnxruntime, "tensorrt": _tensorrt}[params.style](copy, made, samples, task, params)
+        with quiet():
+            if dynamic:
+                _dynamic(copy, made)
+            else:
+                {"onnxruntime": _onnxruntime, "tensorrt": _tensorrt}[params.style](copy, made, samples, task, params)
         model = onnx_file.load(made)
         kinds = [node.op_type for node in model.graph.node]
         if not dynamic:

@@ -14,7 +14,19 @@ STEPS = re.findall(
 )
 # These find, check, write or tell, and make no numbers.
 NO_NUMBERS = {
-    *("errors", "files", "layout", "machine", "params", "check", "check_tree", "target", "tracking", "registry"),
+    *(
+        "errors",
+        "files",
+        "quiet",
+        "layout",
+        "machine",
+        "params",
+        "check",
+        "check_tree",
+        "target",
+        "tracking",
+        "registry",
+    ),
     *("resume", "threads", "closed_form", "settings", "settings_models", "settings_types", "pyfunc"),
     *("workloads/digits", "workloads/reviews", "engines/eager", "engines/onnxruntime", "engines/tensorrt_rtx"),
 }
