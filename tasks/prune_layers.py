@@ -51,12 +51,15 @@ def prune_layers(model: nn.Module, task: Workload, train: Arrays, params: PruneP
     now = {name: len(layers) for name, layers in running.items()}
     before = starts(last, now)
     names = {n: _names(model, n, originals(n, before[n], last.structure)) for n in running}
-    require_named([name for some in names.values() for name in some], params)
+    if not last.layers:
+        require_named([name for some in names.values() for name in some], params)
     free = {n: torch.tensor([named(name, params) for name in names[n]]) for n in running}
     scores = importance(model, task, train, params, running)
     candidates = [Candidate(n, scores[n].masked_fill(~free[n], torch.inf), before[n]) for n in running]
+    spent = [Candidate(layer.name, torch.zeros(layer.after), layer.before) for layer in last.layers]
+    candidates += [one for one in spent if one.name not in running]
     gone = {
-        n: {i for i in some if free[n][i]} for n, some in zip(running, weakest(candidates, ratio, params), strict=True)
+        n: {i for i in some if free[n][i]} for n, some in zip(running, weakest(candidates, ratio, params), strict=False)
     }
     wanted = [Kept(n, tuple(i for i in range(now[n]) if i not in gone[n])) for n in running if gone[n]]
     parameters = dict(model.named_parameters(remove_duplicate=False))

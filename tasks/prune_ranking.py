@@ -109,12 +109,7 @@ def named(name: str, params: PruneParams) -> bool:
 
 
 def require_named(names: Sequence[str], params: PruneParams) -> None:
-    """Fault if a glob of `only` names none of these.
-
-    Of whole layers, those that went in a step before have no name any more: there one glob has to match.
-    """
-    if params.granularity == "layer" and any(named(name, params) for name in names):
-        return
+    """Fault if a glob of `only` names none of these."""
     require_globs(f"prune of {params.granularity}s", "only", params.only, names)
 
 

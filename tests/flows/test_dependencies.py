@@ -36,9 +36,10 @@ APART = dict.fromkeys(("train", "prune", "sparsify", "factorize", "share", "dist
     "distill": {"train", *QUANTISERS},
     "export": {"training", "batches", "account", "products", "folding", "calibration", "quantized_sums"},
     "benchmark": {"workloads/protocol"},
-    "compare": {"workloads/protocol"},
+    "quantize": {"fit", "training", "batches"},
+    "compare": {"workloads/protocol", "record", "curves"},
     "record": {"stats", "manifest", "data", "workloads/protocol"},
-    "promote": {"workloads/protocol"},
+    "promote": {"workloads/protocol", "record", "curves"},
     "report": {"compare", "record", "measure", "engines/protocol", "stats", "manifest", "data", "workloads/protocol"},
 }
 
