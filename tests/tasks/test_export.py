@@ -25,7 +25,6 @@ from tasks.settings import ExportParams
 
 FORMS = {
     "view": lambda y: y.view(2, 3),
-    "wrong view": lambda y: y.view(8, 3),
     "constant": lambda y: y + torch.ones(2, 3),
     "int": lambda y: y + torch.zeros(int(y.shape[0]), 3),
     "branch": lambda y: y if y.shape[0] == 2 else y * 2,
@@ -97,6 +96,12 @@ def test_a_batch_that_is_not_dynamic_is_an_error_that_names_the_axis(head_task: 
     assert caught.value.what == "the batch is not dynamic"
     assert "axis 0" in str(caught.value)
     assert "x" in str(caught.value.expected) or "logits" in str(caught.value.got)
+
+
+def test_a_model_that_cannot_be_traced_is_told_in_the_tracers_words(head_task: Any, tmp_path: Path) -> None:
+    with pytest.raises(Fault, match="the model can't be exported") as caught:
+        to_onnx(Head(lambda y: y.view(8, 3)), head_task, tmp_path / "model.onnx", 18)
+    assert "[8, 3]" in str(caught.value.got)
 
 
 def test_modes_are_restored_module_by_module(exported: Any) -> None:
