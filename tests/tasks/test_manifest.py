@@ -67,7 +67,7 @@ def test_a_missing_manifest_is_refused(tmp_path: Path) -> None:
         ("", "is not a manifest"),
         ('{"schema": 1', "is not a manifest"),
         ("[]", "is not a manifest"),
-        ('{"schema": 1}', "is not a manifest"),
+        ('{"schema": 2}', "is not a manifest"),
         ('{"schema": 7, "rebuild": "dvc repro build@x"}', "is of another version"),
     ],
 )

@@ -21,6 +21,7 @@ def variant(name: str, verdict: str, **changes: Any) -> dict[str, Any]:
         "accuracy_change": {"value": 0.0, "low": -0.01, "high": 0.01},
         "latency_ms": {"p50": 1.0, "p90": None, "p99": None, "n": 30, "batch": 1},
         "speedup": {"value": 2.0, "low": 1.9, "high": 2.1, "versus": "base"},
+        "speedup_at": {},
         "size_bytes": {"engine": 2048},
         "verdict": verdict,
         "reasons": [f"reason of {name}"],
@@ -67,6 +68,13 @@ def test_every_variant_has_its_numbers_verdict_and_reason(summary: dict[str, Any
     broken = next(line for line in lines if "broken" in line)
     assert "failed" in broken
     assert "–" in broken
+
+
+def test_further_batch_sizes_have_columns_of_their_own(summary: dict[str, Any]) -> None:
+    gain = {"value": 6.0, "low": 5.5, "high": 6.5, "versus": "base"}
+    summary["variants"][1]["speedup_at"] = {"32": gain}
+    text = printed(summary)
+    assert "at batch 32" in text and "6.00× [5.50×, 6.50×]" in text
 
 
 def test_the_champion_is_named_with_its_address(summary: dict[str, Any]) -> None:

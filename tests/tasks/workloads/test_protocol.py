@@ -10,7 +10,7 @@ import pytest
 from tasks.errors import Fault
 from tasks.workloads.protocol import REQUIRED, load_workload
 
-COMPLETE = "\n".join(f"{name} = {name!r}" for name in REQUIRED)
+COMPLETE = "\n".join(f"{name} = {{}}" if name == "INPUTS" else f"{name} = {name!r}" for name in REQUIRED)
 
 
 def test_a_file_with_every_name_is_a_workload(write_workload: Any) -> None:
