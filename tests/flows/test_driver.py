@@ -12,6 +12,9 @@ from flows.dag import Dag
 from flows.driver import Driver, sweep
 from tasks import layout
 
+# On a busy machine a tiny engine's latency may not settle.
+MEASURED = ("passed", "unstable")
+
 
 @pytest.fixture
 def driver(copy: Path, monkeypatch: pytest.MonkeyPatch):
@@ -67,14 +70,14 @@ def test_a_killed_step_fails_its_variant_only(driver) -> None:
     assert run.ended["compare"].ok
     found = verdicts()
     assert found["base-int8-ort"] == ("failed", "quantize@base-int8 failed: killed by SIGKILL (out of memory?)")
-    assert found["slim-kd-ort"][0] == "passed" and found["base-ort"][0] == "passed"
+    assert found["slim-kd-ort"][0] in MEASURED and found["base-ort"][0] in MEASURED
 
 
 def test_a_step_past_its_timeout_fails_its_variant_only(driver) -> None:
     run = driver(export__slim_kd_onnx={"timeout_s": 0.2})
     assert [e.stage for e in run.failed()] == ["export@slim-kd-onnx"]
     assert "timed out after 0 s" in verdicts()["slim-kd-ort"][1]
-    assert verdicts()["base-int8-ort"][0] == "passed"
+    assert verdicts()["base-int8-ort"][0] in MEASURED
 
 
 def test_a_failed_variant_leaves_no_result_of_an_earlier_run(driver) -> None:
@@ -90,7 +93,7 @@ def test_a_mended_variant_is_no_longer_failed(driver) -> None:
     run = driver()
     assert not run.failed()
     assert not layout.failure("quantize@base-int8").exists()
-    assert verdicts()["base-int8-ort"][0] == "passed"
+    assert verdicts()["base-int8-ort"][0] in MEASURED
 
 
 def test_a_failed_baseline_leaves_a_comparison_that_says_so(driver) -> None:
