@@ -160,7 +160,7 @@ def check(path: Annotated[Path, typer.Argument(help="A params file.")] = layout.
 
 
 @app.command()
-def show() -> None:
+def show(markdown: Annotated[bool, typer.Option(help="As a page of Markdown.")] = False) -> None:
     """Print the table of the last run."""
     from rich.console import Console
 
@@ -170,6 +170,9 @@ def show() -> None:
         raise Fault(
             "no summary yet", got=f"no {layout.SUMMARY}", expected="a finished run", do="run `make run` or `dvc repro`"
         )
+    if markdown:
+        print(table.markdown(read_json(layout.SUMMARY)), end="")
+        return
     table.show(read_json(layout.SUMMARY), Console(width=None if sys.stdout.isatty() else 160))
 
 

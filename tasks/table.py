@@ -66,6 +66,35 @@ def show(summary: dict[str, Any], console: Console) -> None:
             console.print(f"it is not of this tree; {escape('; '.join(champion['reasons']))}", soft_wrap=True)
 
 
+def markdown(summary: dict[str, Any]) -> str:
+    """The same as a page of Markdown, with the environment and the digests above it."""
+    target, further = summary["target"], batches(summary)
+    columns = [
+        *("variant", summary["metric"], "change", f"speed-up over {summary['baseline']}"),
+        *(f"at batch {batch}" for batch in further),
+        *("engine", "verdict"),
+    ]
+    keys = ["variant", "accuracy", "accuracy_change", "speedup", *(f"speedup_{b}" for b in further), "size", "verdict"]
+    cells = [row(v) for v in ordered(summary["variants"])]
+    versions = ", ".join(f"{name} {target['libraries'][name]}" for name in ("torch", "onnxruntime"))
+    return "\n".join(
+        [
+            f"# A run of `{summary['workload']}`",
+            "",
+            f"{target['name']}, {target['cores']} cores, Python {target['python']}, {versions}; commit "
+            f"{summary['git_commit']}, settings sha256 {summary['params_sha256'][:12]}…, test split sha256 "
+            f"{summary['data_sha256']['test'][:12]}….",
+            "",
+            "| " + " | ".join(columns) + " |",
+            "|" + "---|" * len(columns),
+            *("| " + " | ".join(r.get(key, "–") for key in keys) + " |" for r in cells),
+            "",
+            *(f"- `{r['variant']}`: {r['reason']}" for r in cells),
+            "",
+        ]
+    )
+
+
 def show_account(name: str, found: AccountReport, console: Console) -> None:
     """Print what a model costs for one sample, layer by layer and in total, and the closed form of a BERT."""
     table = Table(title=f"{name}, one sample", title_justify="left", show_footer=True)

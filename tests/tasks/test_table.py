@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tasks.table import show
+from tasks.table import markdown, show
 
 
 def variant(name: str, verdict: str, **changes: Any) -> dict[str, Any]:
@@ -99,3 +99,14 @@ def test_a_champion_of_elsewhere_is_told_from_this_tree_s(summary: dict[str, Any
 def test_square_brackets_in_a_reason_are_printed(summary: dict[str, Any]) -> None:
     summary["variants"][0]["reasons"] = ["prune@slim failed: got [a], expected [/b]"]
     assert "got [a], expected [/b]" in printed(summary)
+
+
+def test_markdown_has_the_environment_and_every_variant(summary: dict[str, Any]) -> None:
+    summary["target"] |= {"cores": 2, "python": "3.11", "libraries": {"torch": "2", "onnxruntime": "1"}}
+    summary |= {"git_commit": "abc", "params_sha256": "1" * 64, "data_sha256": {"test": "2" * 64}}
+    summary["variants"][1]["speedup_at"] = {"32": {"value": 6.0, "low": 5.5, "high": 6.5, "versus": "base"}}
+    text = markdown(summary)
+    assert "a machine, 2 cores, Python 3.11, torch 2, onnxruntime 1; commit abc, settings sha256 111111111111…" in text
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert len(rows) == 4 and len({row.count("|") for row in rows}) == 1
+    assert "6.00× [5.50×, 6.50×]" in rows[1] and "- `odd[red]`: reason of odd[red]" in text
