@@ -36,6 +36,31 @@ def constants(graph: onnx.GraphProto) -> dict[str, np.ndarray]:
     return found
 
 
+def fold_transposes(graph: onnx.GraphProto) -> None:
+    """Put transposed initializers in the place of Transpose nodes that read one, in place; one for all its readers.
+
+    A quantiser sees a weight only where a product reads it directly; that of layers that share one is transposed
+    by a node.
+    """
+    weights = {i.name: i for i in graph.initializer}
+    renamed: dict[str, str] = {}
+    for node in [n for n in graph.node if n.op_type == "Transpose" and n.input[0] in weights]:
+        order = next((list(a.ints) for a in node.attribute if a.name == "perm"), None)
+        name = f"{node.input[0]}.transposed{'' if order is None else ''.join(map(str, order))}"
+        if name not in weights:
+            value = np.ascontiguousarray(np.transpose(numpy_helper.to_array(weights[node.input[0]]), order))
+            weights[name] = numpy_helper.from_array(value, name)
+            graph.initializer.append(weights[name])
+        renamed[node.output[0]] = name
+        graph.node.remove(node)
+    for node in graph.node:
+        for index, name in enumerate(node.input):
+            node.input[index] = renamed.get(name, name)
+    used = {name for node in graph.node for name in node.input} | {output.name for output in graph.output}
+    for initializer in [i for i in graph.initializer if i.name not in used]:
+        graph.initializer.remove(initializer)
+
+
 def sidecars(model: onnx.ModelProto) -> list[str]:
     """Names of the external-data files that a model's initializers refer to."""
     names = {

@@ -147,6 +147,7 @@ def _dynamic(source: Path, folder: Path) -> None:
     model = onnx_file.load(source)
     # What the exporter noted of shapes doesn't hold once the library has turned Gemm into MatMul.
     del model.graph.value_info[:]
+    onnx_file.fold_transposes(model.graph)
     quantize_dynamic(
         model,
         folder / onnx_file.FILE,

@@ -20,6 +20,7 @@ from tasks.export import export
 from tasks.fit import predict
 from tasks.quantize import quantize
 from tasks.settings import BuildParams, DataParams, ExportParams, QuantizeParams
+from tasks.structure import Tied
 from tasks.workloads import protocol
 from tasks.workloads.protocol import load_workload
 
@@ -120,6 +121,20 @@ def test_dynamic_int8_holds_integers_and_needs_no_calibration(made: Path) -> Non
     assert all(w.dtype == np.int8 and np.abs(w.astype(int)).max() <= 64 for w in weights)
     scales = [a for name, a in constants.items() if name.endswith("_scale") and a.size > 1]
     assert len(scales) >= 14, "weights are quantised per channel"
+
+
+def test_dynamic_int8_of_shared_layers_is_integers_once(made: Path, tmp_path: Path, text: Any) -> None:
+    structure = (Tied("net.bert.encoder.layer.1", "net.bert.encoder.layer.0"),)
+    model = text.model(layers=2)
+    structure[0].apply(model)
+    checkpoint.save(checkpoint.Checkpoint(model, str(TEXT), {"layers": 2}, structure), tmp_path / "model")
+    export(tmp_path / "model", made / "data", tmp_path / "onnx", ExportParams.model_validate({"from": "model"}))
+    settings = QuantizeParams.model_validate({"from": "onnx", "activations": "dynamic", "samples": 64})
+    report = quantize(tmp_path / "onnx", TEXT, made / "data", tmp_path / "int8", settings)
+    assert report.dynamic_nodes == 14
+    assert report.snr_db["logits"] > 15
+    held = {i.name for i in onnx_file.load(tmp_path / "int8").graph.initializer if i.data_type == onnx.TensorProto.INT8}
+    assert len([name for name in held if name.endswith("_quantized")]) <= 8 + 3
 
 
 def test_dynamic_int8_of_a_model_without_products_is_refused(tmp_path: Path, tiny: Any, artifact: Any) -> None:
