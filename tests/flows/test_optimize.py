@@ -148,7 +148,7 @@ def test_a_failing_variant_leaves_the_others_running(copy: Path, command, edit) 
     assert "Failed: 1 of" in run.stdout and "nothing to prune" in run.stdout
     found = by_name(copy)
     assert found["none-ort"]["verdict"] == "failed" and "prune@none failed" in found["none-ort"]["reasons"][0]
-    assert found["slim-kd-ort"]["verdict"] in ("promoted", "passed")
+    assert found["slim-kd-ort"]["verdict"] in ("promoted", "passed", "unstable")
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
