@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tasks.settings import MODEL_STEPS, SECTIONS
@@ -68,14 +68,14 @@ def _mask_faults(raw: dict[str, Any], links: list[tuple[str, str, str, str]]) ->
     faults = []
     for name, (section, value) in values.items():
         what = f"{section} of {value.get('granularity', 'channel')}s" if section == "prune" else section
-        masked = _masked_by(str(parents.get(name)), values, parents)
+        masked = _nearest(str(parents.get(name)), values, parents, _masks)
         if masked and what in TEARING:
             faults.append(
                 f"{section}.{name}.from: got {parents[name]!r}, whose weights {masked!r} made sparse; {what} would "
                 f"tear up its zeros; expected an artifact before {masked!r}: do this first, then {values[masked][0]}"
             )
-        factorized = _factorized_by(str(parents.get(name)), values, parents) if section == "share" else None
-        if factorized and value.get("how", "average") == "average":
+        factorized = _nearest(str(parents.get(name)), values, parents, _factorizes_all)
+        if section == "share" and factorized and value.get("how", "average") == "average":
             faults.append(
                 f"share.{name}.from: got {parents[name]!r}, whose layers {factorized!r} factorised; averages of two "
                 f"factors are no factors of the average; expected an artifact before {factorized!r}: share first, then "
@@ -84,27 +84,28 @@ def _mask_faults(raw: dict[str, Any], links: list[tuple[str, str, str, str]]) ->
     return faults
 
 
-def _factorized_by(name: str, values: dict[str, tuple[str, dict[str, Any]]], parents: dict[str, str]) -> str | None:
-    """The nearest artifact, from `name` up, that factorised every layer it could, if `name` still has the factors."""
+def _masks(section: str, value: dict[str, Any]) -> bool:
+    """Whether a step puts masks on the weights."""
+    return section == "sparsify" or (section == "prune" and value.get("granularity") == "weight")
+
+
+def _factorizes_all(section: str, value: dict[str, Any]) -> bool:
+    """Whether a step factorises every layer it can."""
+    return section == "factorize" and not value.get("only")
+
+
+def _nearest(
+    name: str,
+    values: dict[str, tuple[str, dict[str, Any]]],
+    parents: dict[str, str],
+    wanted: Callable[[str, dict[str, Any]], bool],
+) -> str | None:
+    """The nearest artifact, from `name` up, made by a wanted step, if `name` still has what that step left."""
     seen: set[str] = set()
     while name in values and name not in seen:
         seen.add(name)
         section, value = values[name]
-        if section == "factorize" and not value.get("only"):
-            return name
-        if section == "distill" and value.get("student"):
-            return None
-        name = parents.get(name, "")
-    return None
-
-
-def _masked_by(name: str, values: dict[str, tuple[str, dict[str, Any]]], parents: dict[str, str]) -> str | None:
-    """The nearest artifact, from `name` up, that put masks on the weights, if `name` still has them."""
-    seen: set[str] = set()
-    while name in values and name not in seen:
-        seen.add(name)
-        section, value = values[name]
-        if section == "sparsify" or (section == "prune" and value.get("granularity") == "weight"):
+        if wanted(section, value):
             return name
         if section == "distill" and value.get("student"):
             return None
