@@ -15,9 +15,10 @@ from tasks.workloads.protocol import Arrays, Workload
 POOL = 50
 
 
-def tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
-    """Arrays as tensors that share their memory."""
-    return {name: torch.from_numpy(value) for name, value in arrays.items()}
+def tensors(arrays: Arrays, device: torch.device | None = None) -> dict[str, torch.Tensor]:
+    """Arrays as tensors that share their memory, or on another device a copy."""
+    shared = {name: torch.from_numpy(value) for name, value in arrays.items()}
+    return shared if device is None else {name: value.to(device) for name, value in shared.items()}
 
 
 def shuffled(n: int, steps: int, lengths: np.ndarray | None) -> list[torch.Tensor]:
@@ -45,8 +46,11 @@ def ordered(n: int, size: int, lengths: np.ndarray | None) -> list[torch.Tensor]
     return list(order.split(size))
 
 
-def take(task: Workload, arrays: Arrays, rows: torch.Tensor, lengths: np.ndarray | None) -> dict[str, torch.Tensor]:
-    """These rows of every array; inputs are cut to the longest of them if there are `lengths`."""
+def take(
+    task: Workload, arrays: Arrays, rows: torch.Tensor, lengths: np.ndarray | None, device: torch.device | None = None
+) -> dict[str, torch.Tensor]:
+    """These rows of every array, on `device`; inputs are cut to the longest of them if there are `lengths`."""
     if lengths is not None:
         arrays = protocol.cut(task, arrays, max(1, int(lengths[rows.numpy()].max())))
-    return {name: value[rows] for name, value in tensors(arrays).items()}
+    taken = {name: value[rows] for name, value in tensors(arrays).items()}
+    return taken if device is None else {name: value.to(device) for name, value in taken.items()}

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tasks import account, checkpoint, fit, layout
+from tasks import account, checkpoint, device, fit, layout
 from tasks.checkpoint import Checkpoint
 from tasks.data import read
 from tasks.distill_layers import Plan, Recorder, plan
@@ -65,20 +65,20 @@ def distill(source: Path, teacher: Path, data: Path, target: Path, params: Disti
             do=f"name another teacher than {teacher.name}",
         )
     task, student = parent.workload, parent
-    fit.seed_everything(params.seed, params.threads)
+    fit.seed_everything(params.seed, params.threads, params.device)
     if params.student is not None:
         student = Checkpoint(task.model(**params.student), parent.workload_path, params.student)
     check_outputs(task, params.alpha, student=student.model, parent=parent.model, teacher=guide.model)
     how = plan(student.model, guide.model, task, params)
     train, validation = read(data / "train.npz"), read(data / "validation.npz")
-    cost, before = account.count(parent.model, task), fit.score(student.model, task, validation)
+    cost, before = account.count(parent.model, task), fit.score(student.model, task, validation, params.device)
     curve, terms = learn(student, guide.model, how, (train, validation), params, layout.resume(target.name))
     checkpoint.save(student, target)
     return DistillReport(
         parameters=fit.parameters(student.model),
         validation=max(e.validation for e in curve),
         curve=curve,
-        teacher_validation=fit.score(guide.model, task, validation),
+        teacher_validation=fit.score(guide.model, task, validation, params.device),
         before=before,
         terms=terms,
         layers=[Mapped(m.student, m.teacher, "hidden") for m in how.hidden]
@@ -100,9 +100,10 @@ def learn(
     task, (train, validation) = student.workload, splits
     soft = torch.empty(len(train["label"]), 0)
     if params.alpha:
-        soft = torch.from_numpy(fit.predict(teacher, task, train)[task.OUTPUTS[0]])
+        soft = torch.from_numpy(fit.predict(teacher, task, train, on=params.device)[task.OUTPUTS[0]])
     pupil = Pupil(student.model, how, params.epochs)
     with (
+        device.placed(device.resolve(params.device), teacher, channels_last=params.precision == "bf16"),
         Recorder(student.model, [m.student for m in how.matches]) as ours,
         Recorder(teacher, [m.teacher for m in how.matches]) as theirs,
     ):

@@ -76,7 +76,7 @@ def _valid(match: Match, states: torch.Tensor, lengths: torch.Tensor | None) -> 
     """Which positions of states [n, t, d] are no padding, boolean [n, t]; None if all are."""
     if lengths is None or not match.padded:
         return None
-    return torch.arange(states.shape[1]) < lengths[:, None]
+    return torch.arange(states.shape[1], device=states.device) < lengths[:, None]
 
 
 class Objective:
@@ -104,7 +104,8 @@ class Objective:
     def __call__(self, outputs: fit.Tensors, labels: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         found = {}
         if self.weights["soft"]:
-            found["soft"] = losses.soft_labels(outputs[self.task.OUTPUTS[0]], self.soft[index], self.params.temperature)
+            ours = outputs[self.task.OUTPUTS[0]].float()
+            found["soft"] = losses.soft_labels(ours, self.soft[index].to(ours.device), self.params.temperature)
         if self.weights["task"]:
             found["task"] = self.task.loss(outputs, labels)
         if self.plan.matches:
@@ -119,11 +120,11 @@ class Objective:
         return torch.stack([self.weights[name] * value for name, value in found.items()]).sum()
 
     def _hidden(self, lengths: torch.Tensor | None) -> torch.Tensor:
-        """Mean over the layers."""
+        """Mean over the layers; differences are taken in FP32, also of states in mixed precision."""
         values = []
         for match, projection in zip(self.plan.hidden, self.pupil.projections, strict=True):
             ours, theirs = projection(rows(self.ours[match.student])), rows(self.theirs[match.teacher])
-            values.append(losses.hidden_states(ours, theirs, _valid(match, ours, lengths)))
+            values.append(losses.hidden_states(ours.float(), theirs.float(), _valid(match, ours, lengths)))
         return torch.stack(values).mean()
 
     def _attention(self, query: Match, key: Match, lengths: torch.Tensor | None) -> torch.Tensor:
@@ -134,8 +135,8 @@ class Objective:
     def _lengths(self) -> torch.Tensor | None:
         """How much of the dynamic axis each sample of the batch uses, at least 1; None without such an axis."""
         inputs = dict(zip(self.task.INPUTS, self.pupil.inputs, strict=True))
-        lengths = protocol.lengths(self.task, {name: value.numpy() for name, value in inputs.items()})
-        return None if lengths is None else torch.from_numpy(lengths).clamp(min=1)
+        lengths = protocol.lengths(self.task, {name: value.cpu().numpy() for name, value in inputs.items()})
+        return None if lengths is None else torch.from_numpy(lengths).clamp(min=1).to(self.pupil.inputs[0].device)
 
     def _add(self, found: fit.Tensors, n: int) -> None:
         sums = self.pupil.sums

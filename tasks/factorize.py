@@ -64,11 +64,11 @@ def factorize(source: Path, data: Path, target: Path, params: FactorizeParams) -
 
     Raises Fault if no layer gets smaller by it, or `only` has a glob that names no layer.
     """
-    fit.seed_everything(params.seed, params.threads)
+    fit.seed_everything(params.seed, params.threads, params.device)
     parent = checkpoint.load(source)
     model, task = parent.model, parent.workload
     train, validation = read(data / "train.npz"), read(data / "validation.npz")
-    before, score = account.count(model, task), fit.score(model, task, validation)
+    before, score = account.count(model, task), fit.score(model, task, validation, params.device)
     layers, structure = factorize_layers(model, task, train, params, parent.masks)
     if not structure:
         reasons = "; ".join(f"{layer.name}: {layer.kept_because}" for layer in layers)
@@ -78,7 +78,7 @@ def factorize(source: Path, data: Path, target: Path, params: FactorizeParams) -
             expected="at least one layer that gets smaller",
             do="lower rank, energy or budget, or name other layers in only",
         )
-    factorized = fit.score(model, task, validation)
+    factorized = fit.score(model, task, validation, params.device)
     resume = layout.resume(target.name)
     curve = fit.fine_tune(model, task, train, validation, params, masks=parent.masks, resume=resume)
     checkpoint.save(replace(parent, model=model, structure=(*parent.structure, *structure)), target)

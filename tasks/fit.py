@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tasks import batches
+from tasks import batches, device
 from tasks import resume as states
 from tasks.batches import tensors as tensors
 from tasks.errors import Fault
@@ -26,8 +26,12 @@ Masks = Mapping[str, torch.Tensor]
 Loss = Callable[[Tensors, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def seed_everything(seed: int, threads: int | Literal["auto"]) -> None:
-    """Seed PyTorch and NumPy, ask for deterministic kernels, and fix the thread count: 1 until "auto" is measured."""
+def seed_everything(seed: int, threads: int | Literal["auto"], on: device.Asked = "cpu") -> None:
+    """Seed PyTorch and NumPy, ask for deterministic kernels, and fix the thread count: 1 until "auto" is measured.
+
+    Raises Fault if the device `on` isn't there.
+    """
+    device.prepare(device.resolve(on))
     torch.manual_seed(seed)
     np.random.seed(seed)
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -55,16 +59,18 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-@torch.inference_mode()
-def predict(model: nn.Module, workload: Workload, arrays: Arrays, batch: int = 256) -> Arrays:
+def predict(model: nn.Module, workload: Workload, arrays: Arrays, batch: int = 256, on: device.Asked = "cpu") -> Arrays:
     """Outputs [n, …] of a model in eval mode, in the order of the samples; each module's mode is restored.
 
     With a dynamic axis, batches are of samples of similar length. Fault if an output has that axis.
     """
     inputs, lengths = {name: arrays[name] for name in workload.INPUTS}, protocol.lengths(workload, arrays)
-    order = batches.ordered(len(next(iter(inputs.values()))), batch, lengths)
-    with eval_mode(model):
-        parts = [forward(model, workload, batches.take(workload, inputs, rows, lengths)) for rows in order]
+    order, where = batches.ordered(len(next(iter(inputs.values()))), batch, lengths), device.resolve(on)
+    parts: list[Tensors] = []
+    with device.placed(where, model), torch.inference_mode(), eval_mode(model):
+        for rows in order:
+            outputs = forward(model, workload, batches.take(workload, inputs, rows, lengths, where))
+            parts.append({name: value.cpu() for name, value in outputs.items()})
     back = torch.cat(order).argsort()
     return {name: _together(name, [part[name] for part in parts])[back].numpy() for name in workload.OUTPUTS}
 
@@ -81,10 +87,10 @@ def _together(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def score(model: nn.Module, workload: Workload, arrays: Arrays) -> float:
-    """Mean of the workload's first metric over a split, in 0 … 1."""
+def score(model: nn.Module, workload: Workload, arrays: Arrays, on: device.Asked = "cpu") -> float:
+    """Mean of the workload's first metric over a split, in 0 … 1; computed in FP32."""
     metric = next(iter(workload.METRICS.values()))
-    return float(metric(predict(model, workload, arrays), arrays["label"]).mean())
+    return float(metric(predict(model, workload, arrays, on=on), arrays["label"]).mean())
 
 
 def parameters(model: nn.Module) -> int:
@@ -123,28 +129,31 @@ def fit(
     of the best validation epoch are kept; a loss or score that isn't finite raises ValueError.
     Where `masks` (parameter name → boolean) are False, weights are zero before the first step and after each.
     With a file `resume`, a training that was killed goes on after the last epoch whose state is there, to the
-    same weights; a state of other settings, weights, data, loss or code is left. Prints one line an epoch, and in
-    epochs above 20 s one every 10 s.
+    same weights; a state of other settings, weights, data, loss, device or code is left. Prints one line an epoch,
+    and in epochs above 20 s one every 10 s. The model comes back to where it was from `params.device`.
     """
-    seed_everything(params.seed, params.threads)
+    seed_everything(params.seed, params.threads, params.device)
     apply_masks(model, masks)
-    lengths = protocol.lengths(workload, train)
+    lengths, where = protocol.lengths(workload, train), device.resolve(params.device)
+    belongs_to = states.digest(params, workload, model, masks, train, validation) if resume else ""
 
     def value(rows: torch.Tensor) -> torch.Tensor:
-        inputs = batches.take(workload, train, rows, lengths)
-        return loss(forward(model, workload, inputs), inputs["label"], rows)
+        inputs = batches.take(workload, train, rows, lengths, where)
+        with device.mixed(where, params.precision):
+            return loss(forward(model, workload, inputs), inputs["label"], rows)
 
-    run = Training(model, params, len(train["label"]), lengths, value, lambda: apply_masks(model, masks))
-    belongs_to = states.digest(params, workload, model, masks, train, validation) if resume else ""
-    if not (resume and run.go_on(states.load(resume, belongs_to))):
-        seed_everything(params.seed, params.threads)
-        run.choose_threads()
-    while not run.finished:
-        mean = run.epoch()
-        run.end_epoch(mean, score(model, workload, validation))
-        if resume:
-            run.save(resume, belongs_to)
-    model.load_state_dict(run.weights)
+    with device.placed(where, model, channels_last=params.precision == "bf16"):
+        held = {name: mask.to(where) for name, mask in (masks or {}).items()}
+        run = Training(model, params, len(train["label"]), lengths, value, lambda: apply_masks(model, held), where)
+        if not (resume and run.go_on(states.load(resume, belongs_to))):
+            seed_everything(params.seed, params.threads, params.device)
+            run.choose_threads()
+        while not run.finished:
+            mean = run.epoch()
+            run.end_epoch(mean, score(model, workload, validation, params.device))
+            if resume:
+                run.save(resume, belongs_to)
+        model.load_state_dict(run.weights)
     model.eval()
     return run.curve
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tasks import account, batches, checkpoint, fit, layout
+from tasks import account, batches, checkpoint, device, fit, layout
 from tasks.data import read
 from tasks.errors import Fault
 from tasks.prune_channels import prune_channels
@@ -67,11 +67,11 @@ def prune(source: Path, data: Path, target: Path, params: PruneParams) -> PruneR
 
     Raises Fault if the model has nothing of this granularity, or nothing of it can go with these settings.
     """
-    fit.seed_everything(params.seed, params.threads)
+    fit.seed_everything(params.seed, params.threads, params.device)
     parent = checkpoint.load(source)
     model, task = parent.model, parent.workload
     train, validation = read(data / "train.npz"), read(data / "validation.npz")
-    before, score = account.count(model, task), fit.score(model, task, validation)
+    before, score = account.count(model, task), fit.score(model, task, validation, params.device)
     children = {name: list(module._modules) for name, module in model.named_modules()}
     cut = Cut([], parent.masks)
     stages: list[Stage] = []
@@ -80,9 +80,9 @@ def prune(source: Path, data: Path, target: Path, params: PruneParams) -> PruneR
         last, cut = cut, CUTS[params.granularity](model, task, train, params, ratio, cut)
         if _same(last, cut):
             continue
-        pruned = fit.score(model, task, validation)
-        recalibrate(model, task, train)
-        recalibrated = fit.score(model, task, validation)
+        pruned = fit.score(model, task, validation, params.device)
+        recalibrate(model, task, train, on=params.device)
+        recalibrated = fit.score(model, task, validation, params.device)
         resume = layout.resume(f"{target.name}-{step}")
         epochs = fit.fine_tune(model, task, train, validation, params, masks=cut.masks, resume=resume)
         stages.append(Stage(ratio, pruned, recalibrated, max((e.validation for e in epochs), default=recalibrated)))
@@ -112,7 +112,7 @@ def ratios(params: PruneParams) -> list[float]:
     return [params.ratio * (1 - (1 - t / params.steps) ** 3) for t in range(1, params.steps + 1)]
 
 
-def recalibrate(model: nn.Module, task: Workload, train: Arrays, batch: int = 256) -> None:
+def recalibrate(model: nn.Module, task: Workload, train: Arrays, batch: int = 256, on: device.Asked = "cpu") -> None:
     """Re-estimate batch-norm statistics over the training split (arXiv:2007.02491, section 3).
 
     All else stays in eval mode; batches are equal within one sample, so that none weighs more. With a
@@ -129,10 +129,10 @@ def recalibrate(model: nn.Module, task: Workload, train: Arrays, batch: int = 25
         norm.train()
     n, lengths = len(train["label"]), protocol.lengths(task, train)
     inputs = {name: train[name] for name in task.INPUTS}
-    (order,) = batches.ordered(n, n, lengths)
-    with torch.no_grad():
+    (order,), where = batches.ordered(n, n, lengths), device.resolve(on)
+    with device.placed(where, model), torch.no_grad():
         for rows in order.tensor_split(-(-n // batch)):
-            fit.forward(model, task, batches.take(task, inputs, rows, lengths))
+            fit.forward(model, task, batches.take(task, inputs, rows, lengths, where))
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
     model.eval()

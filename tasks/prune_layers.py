@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tasks import fit
+from tasks import device, fit
 from tasks.checkpoint import Masks
 from tasks.errors import Fault
 from tasks.prune_ranking import Candidate, Cut, Layer, batches, few, named, require_named, starts, weakest
@@ -114,14 +114,15 @@ def importance(
         return {name: torch.rand(len(layers)) for name, layers in running.items()}
     taylor = params.importance == "taylor"
     sums = {name: torch.zeros(len(layers)) for name, layers in running.items()}
-    for part in batches(task, train, params):
-        used = protocol.lengths(task, {name: part[name].numpy() for name in task.INPUTS})
-        with torch.set_grad_enabled(taylor), thawed(model):
-            calls, outputs = _run(model, task, running, part)
-            slopes = _gradients(task.loss(outputs, part["label"]), calls) if taylor else {}
-        for name, some in calls.items():
-            changes = [_slope(x, y, slopes[id(y)]) if taylor else _turn(x, y, used) for _, x, y in some]
-            sums[name] += torch.stack([change.sum() for change in changes]).detach()
+    with device.placed(device.resolve(params.device), model):
+        for part in batches(task, train, params):
+            used = protocol.lengths(task, {name: part[name].cpu().numpy() for name in task.INPUTS})
+            with torch.set_grad_enabled(taylor), thawed(model):
+                calls, outputs = _run(model, task, running, part)
+                slopes = _gradients(task.loss(outputs, part["label"]), calls) if taylor else {}
+            for name, some in calls.items():
+                changes = [_slope(x, y, slopes[id(y)]) if taylor else _turn(x, y, used) for _, x, y in some]
+                sums[name] += torch.stack([change.sum() for change in changes]).detach().cpu()
     return sums
 
 
@@ -137,7 +138,7 @@ def _turn(before: torch.Tensor, after: torch.Tensor, used: np.ndarray | None) ->
     """1 - cosine of input and output [n, tokens, d], a mean over the tokens that `used` counts; of [n, …] else."""
     if used is None or before.dim() != 3:
         return 1 - nn.functional.cosine_similarity(before.flatten(1), after.flatten(1))
-    real = (torch.arange(before.shape[1]) < torch.from_numpy(used)[:, None]).float()
+    real = (torch.arange(before.shape[1]) < torch.from_numpy(used)[:, None]).float().to(before.device)
     change = 1 - nn.functional.cosine_similarity(before, after, dim=2)
     return (change * real).sum(1) / real.sum(1).clamp(min=1)
 

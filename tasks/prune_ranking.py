@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from tasks import fit
+from tasks import device, fit
 from tasks.checkpoint import Masks
 from tasks.errors import Fault
 from tasks.settings import PruneParams
@@ -132,17 +132,18 @@ def few(names: Sequence[str], most: int = 12) -> str:
 
 
 def batches(task: Workload, train: Arrays, params: PruneParams) -> Iterator[fit.Tensors]:
-    """The first batches of the training split, cut to the longest sample of each along the dynamic axis."""
+    """The first batches of the training split, on the device, cut to each one's longest sample on the dynamic axis."""
+    where = device.resolve(params.device)
     for start in range(0, min(BATCHES * params.batch, len(train["label"])), params.batch):
         part = {key: value[start : start + params.batch] for key, value in train.items()}
         used = protocol.lengths(task, part)
-        yield fit.tensors(part if used is None else protocol.cut(task, part, int(used.max())))
+        yield fit.tensors(part if used is None else protocol.cut(task, part, int(used.max())), where)
 
 
 def gradients(model: nn.Module, task: Workload, train: Arrays, params: PruneParams) -> None:
     """Add up the loss's gradients over some batches, in eval mode; a parameter without one gets zeros."""
     model.zero_grad(set_to_none=True)
-    with fit.eval_mode(model):
+    with device.placed(device.resolve(params.device), model), fit.eval_mode(model):
         for part in batches(task, train, params):
             task.loss(fit.forward(model, task, part), part["label"]).backward()
     for parameter in model.parameters():

@@ -69,16 +69,16 @@ def qat(source: Path, data: Path, target: Path, params: QatParams) -> QatReport:
     Raises Fault for unusable calibration data, a range that isn't finite, or a model without a
     convolution or linear layer.
     """
-    fit.seed_everything(params.seed, params.threads)
+    fit.seed_everything(params.seed, params.threads, params.device)
     parent = checkpoint.load(source)
     model, task = parent.model, parent.workload
     split = data / "calibration.npz"
     samples = {name: values[: params.samples] for name, values in read(split).items()}
     check_samples(samples, largest(task))
     train, validation = read(data / "train.npz"), read(data / "validation.npz")
-    before, score = account.count(model, task), fit.score(model, task, validation)
+    before, score = account.count(model, task), fit.score(model, task, validation, params.device)
     plan, skipped, sums = quantize_model(model, task, samples, params, source.name)
-    ptq, start = fit.score(model, task, validation), copy.deepcopy(model.state_dict())
+    ptq, start = fit.score(model, task, validation, params.device), copy.deepcopy(model.state_dict())
     print(f"validation {score:.1%} in floating point, {ptq:.1%} after calibration", flush=True)
     resume = layout.resume(target.name)
     curve = fit.fine_tune(model, task, train, validation, params, masks=parent.masks, resume=resume)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from tasks import batches
+from tasks import batches, device
 from tasks.files import atomic, sha256
 from tasks.settings import FitParams
 from tasks.workloads.protocol import Arrays, Workload
 
-CODE = tuple(Path(__file__).with_name(f"{name}.py") for name in ("fit", "training", "batches"))
+CODE = tuple(Path(__file__).with_name(f"{name}.py") for name in ("fit", "training", "batches", "device"))
 
 
 def digest(
@@ -23,10 +24,11 @@ def digest(
 ) -> str:
     """What a training's state belongs to.
 
-    Settings, initial weights, masks, data with labels, PyTorch's version, the training loop's code and the
-    workload's file.
+    Settings, initial weights, masks, data with labels, PyTorch's version, the device, the training loop's code and
+    the workload's file.
     """
-    found = hashlib.sha256(f"{torch.__version__} {type(params).__name__} {params.model_dump_json()}".encode())
+    here = f"{torch.__version__} {device.name(device.resolve(params.device))}"
+    found = hashlib.sha256(f"{here} {type(params).__name__} {params.model_dump_json()}".encode())
     workload = getattr(task, "__file__", None)
     for file in (*CODE, *([Path(workload)] if workload else ())):
         found.update(f"\0{file.name} {sha256(file)}\0".encode())
@@ -44,6 +46,17 @@ def save(path: Path, state: dict[str, Any]) -> None:
     """Write a state; the file is whole or the one before."""
     with atomic(path) as scratch:
         torch.save(state, scratch)
+
+
+def on_cpu(tree: Any) -> Any:
+    """Dictionaries and lists with every tensor on the CPU, so that a file of them loads anywhere."""
+    if isinstance(tree, torch.Tensor):
+        return tree.cpu()
+    if isinstance(tree, dict):
+        made = copy.copy(tree)
+        made.update({key: on_cpu(value) for key, value in tree.items()})
+        return made
+    return [on_cpu(value) for value in tree] if isinstance(tree, list) else tree
 
 
 def load(path: Path, belongs_to: str) -> dict[str, Any] | None:

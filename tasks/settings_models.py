@@ -32,6 +32,9 @@ class FitParams(Settings):
     fastest, which the training then uses; two busy processes of two threads each were seen 5 to 16 times
     slower than one. `batch` is the largest: batches of an epoch are equal within 1.
     Training stops early after `patience` epochs without a better validation score.
+
+    `device: cuda` trains and scores on the GPU; `auto` does where there is one. Seeded and repeatable, as far as
+    PyTorch has such kernels, but with other sums than the CPU's. `precision: bf16` trains in mixed precision.
     """
 
     epochs: Positive = 8
@@ -40,6 +43,8 @@ class FitParams(Settings):
     seed: Whole = 0
     threads: Threads = 1
     patience: Positive | None = None
+    device: Literal["cpu", "cuda", "auto"] = "cpu"
+    precision: Literal["fp32", "bf16"] = "fp32"
 
 
 class TrainParams(FitParams):

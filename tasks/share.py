@@ -54,16 +54,16 @@ def share(source: Path, data: Path, target: Path, params: ShareParams) -> ShareR
     Raises Fault if there is no such stack, `groups` leaves nothing to share or parts what is
     shared, the layers have masks, or factors are to be averaged.
     """
-    fit.seed_everything(params.seed, params.threads)
+    fit.seed_everything(params.seed, params.threads, params.device)
     parent = checkpoint.load(source)
     model, task = parent.model, parent.workload
     name, layers = longest_stack(model, source.name)
     _check_weights(parent, name, source.name, params)
     parts = cut(layers, params.groups, name)
     train, validation = read(data / "train.npz"), read(data / "validation.npz")
-    before, score = account.count(model, task), fit.score(model, task, validation)
+    before, score = account.count(model, task), fit.score(model, task, validation, params.device)
     runs, ties = share_layers(model, name, parts, params)
-    shared = fit.score(model, task, validation)
+    shared = fit.score(model, task, validation, params.device)
     resume = layout.resume(target.name)
     curve = fit.fine_tune(model, task, train, validation, params, masks=parent.masks, resume=resume)
     checkpoint.save(replace(parent, model=model, structure=(*parent.structure, *ties)), target)

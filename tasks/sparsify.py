@@ -75,13 +75,13 @@ def sparsify(source: Path, data: Path, target: Path, params: SparsifyParams) -> 
 
     Raises Fault if no layer can be, or a glob of `skip` names none.
     """
-    fit.seed_everything(params.seed, params.threads)
+    fit.seed_everything(params.seed, params.threads, params.device)
     parent = checkpoint.load(source)
     model, task = parent.model, parent.workload
     train, validation = read(data / "train.npz"), read(data / "validation.npz")
-    before, score, zeros = account.count(model, task), fit.score(model, task, validation), _zeros(model)
+    before, score, zeros = account.count(model, task), fit.score(model, task, validation, params.device), _zeros(model)
     layers, masks = sparsify_layers(model, task, train, params, parent.masks)
-    sparse = fit.score(model, task, validation)
+    sparse = fit.score(model, task, validation, params.device)
     curve = fit.fine_tune(model, task, train, validation, params, masks=masks, resume=layout.resume(target.name))
     made = two_of_four.made(model, masks)
     layers = [replace(layer, two_of_four=f"{layer.name}.weight" in made) for layer in layers]

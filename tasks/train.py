@@ -23,7 +23,7 @@ class TrainReport:
 def train(workload: Path, data: Path, target: Path, params: TrainParams) -> TrainReport:
     """Train on `data/train.npz`, keep the best epoch by `data/validation.npz`, write `target/model.pt`."""
     task = load_workload(workload)
-    fit.seed_everything(params.seed, params.threads)
+    fit.seed_everything(params.seed, params.threads, params.device)
     model = task.model(**params.model)
     splits = read(data / "train.npz"), read(data / "validation.npz")
     curve = fit.fit(model, task, *splits, params, fit.task_loss(task), resume=layout.resume(target.name))

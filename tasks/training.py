@@ -14,20 +14,21 @@ import numpy as np
 import torch
 from torch import nn
 
-from tasks import batches, threads
+from tasks import batches, device, threads
 from tasks import resume as states
 from tasks.settings import FitParams
 
 LONG_EPOCH_S = 20.0
 EVERY_S = 10.0
 STEPS_TIMED = 4
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Epoch:
     """One point of a learning curve; `validation` is the mean of the workload's first metric, in 0 … 1.
 
-    `seconds` are since the start, `threads` those that PyTorch ran on.
+    `seconds` are since the start, `threads` those that PyTorch ran on; `device` is "cpu" or the GPU's name.
     """
 
     epoch: int
@@ -35,6 +36,7 @@ class Epoch:
     validation: float
     seconds: float
     threads: int
+    device: str = "cpu"
 
 
 class Training:
@@ -51,11 +53,13 @@ class Training:
         lengths: np.ndarray | None,
         value: Callable[[torch.Tensor], torch.Tensor],
         after_step: Callable[[], None],
+        where: torch.device = CPU,
     ) -> None:
+        self.where = where
         self.model, self.params, self.steps = model, params, -(-n // params.batch)
         self._batches = lambda: batches.shuffled(n, self.steps, lengths)
         self._value, self._after_step = value, after_step
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=params.lr, weight_decay=1e-2)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=params.lr, weight_decay=1e-2, fused=True)
         total = max(2, self.steps * params.epochs)
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, params.lr, total_steps=total)
         self.weights, self.curve, self._first = copy.deepcopy(model.state_dict()), list[Epoch](), math.nan
@@ -96,7 +100,8 @@ class Training:
         number, of = len(self.curve) + 1, self.params.epochs
         if not math.isfinite(held_out):
             raise ValueError(f"the validation score is {held_out} in epoch {number}: mend the workload's metric")
-        self.curve.append(Epoch(number, loss, held_out, time.monotonic() - self._start, torch.get_num_threads()))
+        seconds, place = time.monotonic() - self._start, device.name(self.where)
+        self.curve.append(Epoch(number, loss, held_out, seconds, torch.get_num_threads(), place))
         if self.best == number:
             self.weights = copy.deepcopy(self.model.state_dict())
         self._tell(f"epoch {number}/{of} · loss {loss:.3f} · validation {held_out:.1%}", number / of)
@@ -116,8 +121,11 @@ class Training:
         print(f"{text} · {f'{left:.0f} s' if left < 120 else f'{left / 60:.0f} min'} left", flush=True)
 
     def choose_threads(self) -> None:
-        """With `threads: auto`, time a few steps with each number; weights and the random state stay as they are."""
-        if self.params.threads != "auto":
+        """With `threads: auto`, time a few steps with each number; weights and the random state stay as they are.
+
+        On a GPU the threads only hand out work: there is nothing to choose.
+        """
+        if self.params.threads != "auto" or self.where.type != "cpu":
             return
         with torch.random.fork_rng(devices=[]):
             some = self._batches()[:STEPS_TIMED]
@@ -139,11 +147,12 @@ class Training:
             "digest": belongs_to,
             "first": self._first,
             "curve": [asdict(e) for e in self.curve],
-            "model": self.model.state_dict(),
-            "weights": None if self.best == len(self.curve) else self.weights,
-            "optimizer": self.optimizer.state_dict(),
+            "model": states.on_cpu(self.model.state_dict()),
+            "weights": None if self.best == len(self.curve) else states.on_cpu(self.weights),
+            "optimizer": states.on_cpu(self.optimizer.state_dict()),
             "schedule": self.schedule.state_dict(),
             "random": torch.get_rng_state(),
+            "random_cuda": torch.cuda.get_rng_state(self.where) if self.where.type == "cuda" else None,
         }
         states.save(path, state)
         self._saving += time.monotonic() - began
@@ -170,6 +179,8 @@ class Training:
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         torch.set_rng_state(state["random"])
+        if state["random_cuda"] is not None:
+            torch.cuda.set_rng_state(state["random_cuda"], self.where)
         self._start = time.monotonic() - curve[-1].seconds
         done, of = len(curve), self.params.epochs
         print(f"{done} epochs are done" if self.finished else f"going on from epoch {done + 1} of {of}", flush=True)

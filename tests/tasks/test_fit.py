@@ -289,3 +289,31 @@ def test_long_epochs_tell_every_ten_seconds_with_the_time_left(
     found = [re.match(r"epoch (\d/\d)(?: · (\d+%) of it)?.* · (\d+) s left$", line) for line in lines]
     assert [" ".join(m.groups()[:2]) if m and m[2] else m and m[1] for m in found] == told
     assert [int(m[3]) for m in found if m] == ([48, 36, 30, 18, 6, 0] if len(told) > 2 else [19, 0])
+
+
+def test_mixed_precision_learns_with_weights_and_losses_in_fp32(
+    tiny: Any, train_split: Any, validation_split: Any
+) -> None:
+    states, seen = {}, set()
+    for precision in ("fp32", "bf16"):
+        torch.manual_seed(0)
+        model = tiny.model(width=4)
+
+        def watch(outputs: Any, labels: torch.Tensor, index: torch.Tensor, precision: str = precision) -> torch.Tensor:
+            loss = tiny.loss(outputs, labels)
+            seen.add((precision, outputs["logits"].dtype, loss.dtype))
+            return loss
+
+        params = FitParams(epochs=4, batch=64, lr=2e-2, precision=precision)
+        curve = fit.fit(model, tiny, train_split, validation_split, params, watch)
+        assert max(e.validation for e in curve) > 0.8
+        states[precision] = torch.cat([p.flatten() for p in model.parameters()])
+    assert seen == {("fp32", torch.float32, torch.float32), ("bf16", torch.bfloat16, torch.float32)}
+    assert states["bf16"].dtype == torch.float32 and not torch.equal(*states.values())
+
+
+def test_a_point_of_the_curve_tells_the_device(
+    tiny: Any, model: nn.Module, train_split: Any, validation_split: Any
+) -> None:
+    curve = fit.fit(model, tiny, train_split, validation_split, FitParams(epochs=1), fit.task_loss(tiny))
+    assert [e.device for e in curve] == ["cpu"]

@@ -260,3 +260,21 @@ def test_a_digest_knows_every_entry(tiny: Any, text: Any) -> None:
         resume.digest(PARAMS, text, model, None, data),
     }
     assert len(found) == 6
+
+
+def test_a_state_of_another_device_is_left(
+    tiny: Any, splits: Any, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(Killed):
+        train(tiny, splits, file, kill_at=2 * EPOCH_STEPS + 1)
+    with monkeypatch.context() as other:
+        other.setattr("tasks.resume.device.name", lambda _: "another GPU")
+        assert train(tiny, splits, file)[2] == PARAMS.epochs * EPOCH_STEPS
+    assert "training from the start" in capsys.readouterr().out
+
+
+def test_what_is_saved_keeps_its_form(tiny: Any) -> None:
+    state = model_of(tiny).state_dict()
+    kept = resume.on_cpu({"model": state, "groups": [{"betas": (0.9, 0.99), "step": torch.ones(())}], "none": None})
+    assert list(kept["model"]) == list(state) and kept["model"]._metadata == state._metadata
+    assert kept["groups"] == [{"betas": (0.9, 0.99), "step": torch.ones(())}] and kept["none"] is None
