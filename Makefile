@@ -6,7 +6,7 @@ BIN    := $(CURDIR)/$(VENV)/bin
 WORKLOAD ?= digits
 PLACE  := $(if $(filter digits,$(WORKLOAD)),.,$(WORKLOAD))
 ifeq ($(wildcard $(PLACE)/params.yaml),)
-$(error got WORKLOAD=$(WORKLOAD), expected digits or a folder with a params.yaml: $(patsubst %/,%,$(dir $(wildcard */params.yaml))))
+$(error got WORKLOAD=$(WORKLOAD), expected digits or a folder with a params.yaml: $(patsubst %/,%,$(dir $(wildcard */params.yaml gpu/*/params.yaml))))
 endif
 UI_PORT     ?= 5000
 SERVER_PORT ?= 4200
@@ -18,13 +18,13 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export MLFLOW_TRACKING_URI ?=
 unexport PYTHONPATH
 
-.PHONY: help run test setup repro ui server worker deploy clean
+.PHONY: help run test setup elpv repro ui server worker deploy clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
 
-run: $(VENV)/.run ## Make what is stale, measure, judge, promote; then print the table (WORKLOAD=digits or reviews)
+run: $(VENV)/.run ## Make what is stale, measure, judge, promote; then print the table (WORKLOAD=digits, reviews or gpu/…)
 	@cd $(PLACE) && $(BIN)/python -m flows
 
 repro: $(VENV)/.run ## The same through DVC alone, without Prefect
@@ -52,6 +52,9 @@ worker: $(VENV)/.run ## Serve the deployment's work pool from this folder
 	@infra/worker $(BIN)
 
 setup: $(VENV)/.run ## Only install
+
+elpv: $(VENV)/.run ## Fetch the images of gpu/solar: 91 MB, CC BY-NC-SA 4.0, not for commercial use
+	$(BIN)/pip download --quiet --no-deps --require-hashes --dest $(VENV)/share/enginesmith --requirement infra/elpv.txt
 
 clean: ## Remove what was made, but for the virtual environment and DVC's cache
 	cd $(PLACE) && rm -rf artifacts data results reports target.json mlflow.db mlartifacts .enginesmith

@@ -53,11 +53,16 @@ def lengths(inputs: dict[str, np.ndarray]) -> np.ndarray:
 
 def samples(seed: int) -> tuple[dict[str, np.ndarray], list[str]]:
     """Token ids and masks [n, 48] int64, labels [n] (1 is positive), and the ids' own bytes as keys."""
+    return encoded(AXES["tokens"])
+
+
+def encoded(tokens: int) -> tuple[dict[str, np.ndarray], list[str]]:
+    """As `samples`, cut or padded to a number of tokens."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(_pretrained() / "tokenizer.json"))
-    tokenizer.enable_truncation(AXES["tokens"])
-    tokenizer.enable_padding(length=AXES["tokens"])
+    tokenizer.enable_truncation(tokens)
+    tokenizer.enable_padding(length=tokens)
     rated = [(float(rating), text) for rating, text in sentences() if abs(float(rating)) >= NEUTRAL]
     encoded = tokenizer.encode_batch([text for _, text in rated])
     ids, mask = (np.array([getattr(e, key) for e in encoded], dtype=np.int64) for key in ("ids", "attention_mask"))
@@ -109,6 +114,23 @@ def model(kind: str = "bert", layers: int = 6, width: int | None = None, **unkno
 
 
 def _bert(layers: int, width: int) -> torch.nn.Module:
+    made = classifier(
+        num_hidden_layers=layers,
+        hidden_size=width,
+        num_attention_heads=width // 32,
+        intermediate_size=4 * width,
+        attn_implementation="eager",
+    )
+    if width == WIDTH:
+        made.net.bert.load_state_dict(_kept(layers), strict=False)
+        made.net.bert.embeddings.requires_grad_(False)
+    else:
+        embed(made.net.bert.embeddings.word_embeddings, width)
+    return made
+
+
+def classifier(**config: Any) -> Any:
+    """MiniLM's BERT with another configuration and fresh weights: inputs [n, tokens] to logits [n, 2]."""
     import torch
     from transformers import BertConfig, BertForSequenceClassification
     from transformers.utils import logging
@@ -116,34 +138,33 @@ def _bert(layers: int, width: int) -> torch.nn.Module:
     class Bert(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            config = BertConfig.from_pretrained(
-                _pretrained(),
-                num_hidden_layers=layers,
-                hidden_size=width,
-                num_attention_heads=width // 32,
-                intermediate_size=4 * width,
-                num_labels=2,
-                attn_implementation="eager",
-            )
-            self.net = BertForSequenceClassification(config)
+            self.net = BertForSequenceClassification(BertConfig.from_pretrained(_pretrained(), num_labels=2, **config))
 
         def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
             # A mask of -inf, the library's own, would give infinite scales in calibration.
-            bias = (1.0 - attention_mask[:, None, None, :].float()) * -1e4
+            bias = (1.0 - attention_mask[:, None, None, :].to(self.net.dtype)) * -1e4
             return self.net(input_ids=input_ids, attention_mask=bias, token_type_ids=torch.zeros_like(input_ids)).logits
 
     logging.set_verbosity_error()
-    made = Bert()
-    words = made.net.bert.embeddings.word_embeddings
-    if width == WIDTH:
-        made.net.bert.load_state_dict(_kept(layers), strict=False)
-        made.net.bert.embeddings.requires_grad_(False)
+    return Bert()
+
+
+def embed(words: torch.nn.Embedding, width: int) -> None:
+    """Fill word embeddings of a `width` with MiniLM's, frozen: their first principal components, or turned to more.
+
+    A wider space takes them in by an orthogonal map of a fixed seed, which keeps all products.
+    """
+    import torch
+
+    table = _weights()["embeddings.word_embeddings.weight"]
+    if width > WIDTH:
+        drawn = torch.randn(width, WIDTH, generator=torch.Generator().manual_seed(0))
+        turned = table @ torch.linalg.qr(drawn).Q.T
     else:
-        table = _weights()["embeddings.word_embeddings.weight"]
         _, directions = torch.linalg.eigh(table.T @ table)
-        words.load_state_dict({"weight": table @ directions[:, -width:].flip(1)})
-        words.requires_grad_(False)
-    return made
+        turned = table @ directions[:, -width:].flip(1)
+    words.load_state_dict({"weight": turned})
+    words.requires_grad_(False)
 
 
 def _kept(layers: int) -> dict[str, torch.Tensor]:
