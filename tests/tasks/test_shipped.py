@@ -12,6 +12,7 @@ from tasks.settings import MODEL_STEPS
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACES = [ROOT, ROOT / "reviews"]
+GPU = [ROOT / "gpu" / name for name in ("digits", "reviews", "solar", "bert")]
 
 
 @pytest.mark.parametrize("place", PLACES, ids=["digits", "reviews"])
@@ -37,8 +38,25 @@ def test_every_technique_has_a_variant_in_a_shipped_file() -> None:
     assert steps >= {*MODEL_STEPS, "quantize", "prune weight", "prune channel", "prune head", "prune layer"}
 
 
-def test_the_second_folder_runs_the_same_stages_and_code() -> None:
-    assert (ROOT / "reviews/dvc.yaml").resolve() == ROOT / "dvc.yaml"
-    assert (ROOT / "reviews/tasks").resolve() == ROOT / "tasks"
+@pytest.mark.parametrize("place", GPU, ids=lambda place: place.name)
+def test_a_file_for_a_gpu_has_no_fault_and_all_of_it_is_for_the_gpu(place: Path) -> None:
+    with contextlib.chdir(place):
+        tree = load(Path("params.yaml"))
+    assert {build.where for build in tree.params.build.values()} == {"cuda"}
+    assert {n.settings.device for n in tree.nodes.values() if n.step in MODEL_STEPS} == {"cuda"}
+    assert tree.params.benchmark.clock == "device" and tree.params.benchmark.also == (32,)
+    forms = {(build.backend, build.precision) for build in tree.params.build.values()}
+    assert forms >= {("eager", "tf32"), ("eager", "fp16"), ("inductor", "fp16"), ("inductor", "bf16")}
+    kinds = {tree.nodes[name].step for engine in tree.engines for name in tree.lineage(engine)}
+    assert kinds >= {"distill", "sparsify", "quantize"}
+    made = {node.name for node in tree.nodes.values() if node.step != "build"}
+    used = {name for engine in tree.engines for name in tree.lineage(engine)}
+    assert made <= used, "everything that is made ends in an engine"
+
+
+@pytest.mark.parametrize("place", [ROOT / "reviews", *GPU], ids=lambda place: place.relative_to(ROOT).as_posix())
+def test_every_folder_runs_the_same_stages_and_code(place: Path) -> None:
+    assert (place / "dvc.yaml").resolve() == ROOT / "dvc.yaml"
+    assert (place / "tasks").resolve() == ROOT / "tasks"
     for name in (".dvc/config", ".dvc/.gitignore", ".dvc/plots/curves.json", ".dvcignore"):
-        assert (ROOT / "reviews" / name).read_text() == (ROOT / name).read_text()
+        assert (place / name).read_text() == (ROOT / name).read_text()

