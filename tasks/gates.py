@@ -24,13 +24,17 @@ def judge(variant: Variant, gates: GateParams, baseline: Variant | None) -> Vari
         reasons.append("it was evaluated on other test data than the baseline")
     if variant.name == baseline.name:
         reasons = ["it is the baseline"]
-    return replace(variant, verdict="rejected" if reasons else "passed", reasons=(*reasons, *variant.reasons))
+    others = [told for told in variant.reasons if f"as_asked: {told}" not in reasons]
+    return replace(variant, verdict="rejected" if reasons else "passed", reasons=(*reasons, *others))
 
 
 def failures(variant: Variant, gates: GateParams, only: tuple[str, ...] | None = None) -> list[str]:
     """A sentence for each gate that a variant doesn't pass; `only` names the gates to look at."""
-    asked = [(n, bound) for n, bound in gates if bound is not None and (only is None or n in only)]
-    return [sentence for name, bound in asked for sentence in _gate(name, bound, variant)]
+    asked = [(n, bound) for n, bound in gates if isinstance(bound, Bound) and (only is None or n in only)]
+    faults = [sentence for name, bound in asked for sentence in _gate(name, bound, variant)]
+    if gates.as_asked and (only is None or "as_asked" in only):
+        faults += _as_asked(variant)
+    return faults
 
 
 def metric(variant: Variant, name: str) -> Interval | None:
@@ -55,6 +59,15 @@ def _gate(name: str, bound: Bound, variant: Variant) -> list[str]:
     if bound.max is not None and not got.high < bound.max:
         faults.append(f"{name} {shown(name, got)} is not below {shown(name, bound.max)} with its whole interval")
     return faults
+
+
+def _as_asked(variant: Variant) -> list[str]:
+    """A reason unless the engine is known to run in the precision and sparsity that were asked for."""
+    evidence = variant.evidence
+    known = evidence is not None and any(precision != "unknown" for precision in evidence.precision_found)
+    if evidence is None or not (known or evidence.not_as_asked):
+        return [f"as_asked: {variant.backend} doesn't tell in which precision it runs"]
+    return [f"as_asked: {evidence.not_as_asked}"] if evidence.not_as_asked else []
 
 
 def shown(name: str, value: Interval | float) -> str:

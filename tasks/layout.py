@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 PARAMS = Path("params.yaml")
+PROOF = "proof.npz"
 DATA = Path("data")
 ARTIFACTS = Path("artifacts")
 RESULTS = Path("results")

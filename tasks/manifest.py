@@ -7,11 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.errors import Fault
-from tasks.files import read_json, sha256, write_json
+from tasks import signing, target
+from tasks.errors import Fault, Unavailable
+from tasks.files import read_json, sha256, size_bytes, write_json
 
-SCHEMA = 2
+SCHEMA = 3
 FILE = "manifest.json"
+LAYERS = "layers.json"
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,25 @@ class TensorSpec:
     name: str
     dtype: str
     shape: tuple[int | str | None, ...]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One kernel or fused layer of an engine, as its backend tells it.
+
+    `kind` is the backend's own word for the operation; `fused_from` names the nodes of the source that it
+    stands for, if the backend says so. `precision` is that of its arithmetic (fp32, tf32, fp16, bf16, int8, fp8,
+    int4) or "unknown"; `product` says whether it multiplies matrices or convolves, which is what a precision is
+    asked for. `sparse` says whether it runs a 2:4 kernel, None if the backend doesn't say.
+    """
+
+    name: str
+    kind: str
+    precision: str
+    product: bool
+    fused_from: tuple[str, ...] = ()
+    device: str | None = None
+    sparse: bool | None = None
 
 
 def dynamic(shape: Sequence[object], axes: Mapping[str, int]) -> tuple[int | str | None, ...]:
@@ -33,6 +54,8 @@ def dynamic(shape: Sequence[object], axes: Mapping[str, int]) -> tuple[int | str
 class Manifest:
     """What an engine is, what it was made of, and where it may run.
 
+    `engine_file` may be a folder. `settings` are those of `build` that opening has to obey.
+    `precision_found` counts the layers that multiply matrices or convolve, by precision.
     `built_for` holds what the backend needs to match: instruction sets, or compute
     capabilities. `operators` counts what the backend says it will run, by kind. `axes` maps the
     name of a dynamic axis to its largest size.
@@ -42,6 +65,7 @@ class Manifest:
 
     backend: str
     backend_version: str
+    device: str
     built_for: dict[str, Any]
     engine_file: str
     inputs: tuple[TensorSpec, ...]
@@ -49,8 +73,10 @@ class Manifest:
     max_batch: int
     axes: dict[str, int]
     threads: int
+    settings: dict[str, Any]
     preprocessing: str | None
     precision_asked: str
+    precision_found: dict[str, int]
     operators: dict[str, int]
     engine_sha256: str
     onnx_sha256: str | None
@@ -65,10 +91,10 @@ def write(folder: Path, manifest: Manifest) -> None:
     write_json(folder / FILE, manifest)
 
 
-def read(folder: Path) -> Manifest:
-    """Read a manifest and check its engine's digest.
+def read(folder: Path, trusted: bool = True) -> Manifest:
+    """Read a manifest and check its engine's digest and, with `trusted`, the folder's signature if a key is set.
 
-    Raises Fault if either is missing, of another version, or the engine isn't the one described.
+    Raises Fault if either is missing, of another version, or the engine isn't the one described or signed.
     """
     path = folder / FILE
     if not path.is_file():
@@ -78,6 +104,8 @@ def read(folder: Path) -> Manifest:
             expected="an engine made by build",
             do="run `dvc repro` or `dvc pull`",
         )
+    if trusted:
+        signing.require(folder)
     try:
         raw = read_json(path)
         schema = raw.get("schema")
@@ -101,7 +129,7 @@ def read(folder: Path) -> Manifest:
             do="rebuild the engine with `dvc repro`",
         ) from None
     engine = folder / manifest.engine_file
-    if not engine.is_file():
+    if not engine.exists():
         raise Fault(
             f"engine {engine} is missing",
             got="nothing there",
@@ -112,7 +140,7 @@ def read(folder: Path) -> Manifest:
     if found != manifest.engine_sha256:
         raise Fault(
             f"engine {engine} is not the one its manifest describes",
-            got=f"{engine.stat().st_size} bytes, sha256 {found[:12]}…",
+            got=f"{size_bytes(engine)} bytes, sha256 {found[:12]}…",
             expected=f"sha256 {manifest.engine_sha256[:12]}…",
             do=f"it was edited or cut off; rebuild: {manifest.rebuild}",
         )
@@ -138,5 +166,35 @@ def require(manifest: Manifest, folder: Path, *, version: str, missing_flags: li
             f"engine {folder.name} was built for another CPU",
             got=f"here: no {', '.join(missing_flags)}",
             expected=f"built for: {', '.join(manifest.built_for['cpu_flags'])}",
+            do=f"rebuild: {manifest.rebuild}",
+        )
+
+
+GPU = ("gpu_name", "compute_capability", "driver")
+
+
+def gpu_here() -> dict[str, str]:
+    """What an engine for this machine's GPU puts into `built_for`; Unavailable, in one line, without a GPU."""
+    here = target.fingerprint()
+    if here.gpu_name is None:
+        raise Unavailable("no NVIDIA GPU here, or no driver for it")
+    return {key: str(getattr(here, key)) for key in GPU}
+
+
+def require_gpu(manifest: Manifest, folder: Path, *, same: Sequence[str] = GPU) -> None:
+    """Raise Unavailable without a GPU, and Fault if one of `same` isn't what the manifest's `built_for` says.
+
+    `same` may leave out the driver for a backend whose engines outlive a change of it.
+    """
+    told = "; ".join(f"{key} {manifest.built_for[key]}" for key in same if key in manifest.built_for)
+    try:
+        here = gpu_here()
+    except Unavailable as reason:
+        raise Unavailable(f"built, not run here: {reason} (built for {told or manifest.device})") from None
+    if any(manifest.built_for.get(key) != here[key] for key in same):
+        raise Fault(
+            f"engine {folder.name} was built for another GPU or driver",
+            got="here: " + "; ".join(f"{key} {here[key]}" for key in same),
+            expected=f"built for: {told or 'no GPU noted'}",
             do=f"rebuild: {manifest.rebuild}",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tasks import curves, layout, results, tracking
+from tasks import curves, layers, layout, manifest, results, signing, tracking
 from tasks.files import read_json
 from tasks.gates import metric
 from tasks.params import Tree
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 PARENT = "mlflow.parentRunId"
 BATCH = 1000  # The most that MLflow takes at once.
+PROOFS = (manifest.FILE, manifest.LAYERS, signing.FILE)
 METRICS = ("accuracy", "accuracy_change", "speedup", "latency_ms")
 
 
@@ -126,6 +128,7 @@ def _log(store: MlflowClient, experiment: str, parent: str, variant: Variant, tr
         "reasons": " ".join(variant.reasons)[:4000],
         "engine_sha256": str(variant.engine_sha256),
         "test_sha256": str(variant.test_sha256),
+        **evidence_tags(variant),
     }
     with _run(store, experiment, variant.name, tags, failed=variant.verdict == "failed") as run:
         params = [Param(k, str(v)[:6000]) for k, v in lineage_params(tree, variant.lineage).items()]
@@ -139,11 +142,11 @@ def _log(store: MlflowClient, experiment: str, parent: str, variant: Variant, tr
         for start in range(0, len(metrics), BATCH):
             store.log_batch(run, metrics=metrics[start : start + BATCH])
         for file in (
-            layout.artifact(variant.name) / "manifest.json",
+            *(layout.artifact(variant.name) / file for file in PROOFS),
             *(layout.report(s, variant.name) for s in ("build", "evaluate", "benchmark")),
         ):
             if file.is_file():
-                store.log_artifact(run, str(file), "manifest" if file.name == "manifest.json" else file.parent.name)
+                store.log_artifact(run, str(file), "manifest" if file.name in PROOFS else file.parent.name)
         store.set_tag(run, "content", str(variant.content))
     return run
 
@@ -158,6 +161,20 @@ def lineage_params(tree: Tree, lineage: tuple[str, ...]) -> dict[str, Any]:
     return flat
 
 
+def evidence_tags(variant: Variant) -> dict[str, str]:
+    """What is known of how an engine runs, as tags; empty if nothing is."""
+    if (known := variant.evidence) is None:
+        return {}
+    return {
+        "device": known.device,
+        "precision_asked": known.precision_asked,
+        "precision_found": layers.counts(known.precision_found) or "unknown",
+        "not_as_asked": known.not_as_asked or "no",
+        "fusion": layers.fusion(known.nodes, known.kernels) or "unknown",
+        "signed": "yes" if known.signed else "no",
+    }
+
+
 def flat_metrics(variant: Variant) -> dict[str, float]:
     """Finite numbers of a variant by MLflow metric name; intervals as NAME, NAME_low and NAME_high."""
     flat = {f"size_bytes_{kind}": float(size) for kind, size in variant.size_bytes.items()}
@@ -170,6 +187,8 @@ def flat_metrics(variant: Variant) -> dict[str, float]:
     for batch, gain in variant.speedup_at.items():
         name = f"speedup_batch_{batch}"
         flat |= {name: gain.value, f"{name}_low": gain.low, f"{name}_high": gain.high}
+    for parity in variant.evidence.parity if variant.evidence else ():
+        flat[f"parity_{re.sub('[^A-Za-z0-9_. /-]', '_', parity['output'])}"] = float(parity["difference"])
     if variant.throughput_per_s is not None:
         flat["throughput_per_s"] = variant.throughput_per_s
     return {name: value for name, value in flat.items() if math.isfinite(value)}

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tasks import curves, layout, results
+from tasks import curves, layout, report_proof, results
 from tasks.compare import WINS
 from tasks.files import atomic_folder, digest_of, read_json, sha256, write_json
 from tasks.gates import shown
 from tasks.params import Tree
 from tasks.record import git_commit
+from tasks.report_plot import COLORS, pareto
 from tasks.results import Variant
 from tasks.stats import Interval
 from tasks.target import Target, plain
 from tasks.workloads.protocol import load_workload
 
 SCHEMA = 1
-TICKS = [0.1, 0.2, 0.5, 1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 100]
-PLACES = ("top left", "bottom right", "top right", "bottom left")
-COLORS = {
-    "promoted": "#1a7f37",
-    "passed": "#0969da",
-    "rejected": "#8c959f",
-    "unstable": "#bf8700",
-    "failed": "#cf222e",
-    "not_run": "#8c959f",
-}
 
 
 @dataclass(frozen=True)
@@ -44,7 +36,8 @@ def report(tree: Tree, workload: Path, here: Target, data: Path, target: Path) -
     summary = summarize(tree, workload, here, data)
     with atomic_folder(target) as folder:
         write_json(folder / "summary.json", summary)
-        (folder / "index.html").write_text(page(summary))
+        engines = report_proof.engines(tree, ordered(summary["variants"]))
+        (folder / "index.html").write_text(page(summary, engines, report_proof.searches(tree)))
         _table(folder / "variants.csv", summary)
         curves.write(folder / "curves.csv", tree)
     return ReportReport(len(summary["variants"]), sha256(target / "summary.json"))
@@ -102,6 +95,7 @@ def _entry(variant: Variant, run: str | None) -> dict[str, Any]:
         "latency_ms",
         "throughput_per_s",
         "size_bytes",
+        "evidence",
         "verdict",
         "engine_sha256",
         "test_sha256",
@@ -116,14 +110,22 @@ def _entry(variant: Variant, run: str | None) -> dict[str, Any]:
     }
 
 
-def page(summary: dict[str, Any]) -> str:
-    """The report as one HTML page that needs no network."""
+def page(
+    summary: dict[str, Any], engines: Sequence[dict[str, Any]] = (), searches: Sequence[dict[str, Any]] = ()
+) -> str:
+    """The report as one HTML page that needs no network; `engines` and `searches` as report_proof finds them."""
     from jinja2 import Environment, FileSystemLoader
 
     environment = Environment(loader=FileSystemLoader(Path(__file__).with_name("templates")), autoescape=True)
     rows = [row(v) for v in ordered(summary["variants"])]
     return environment.get_template("report.html.j2").render(
-        summary=summary, rows=rows, batches=batches(summary), plot=_pareto(summary), colors=COLORS
+        summary=summary,
+        rows=rows,
+        batches=batches(summary),
+        plot=pareto(summary),
+        colors=COLORS,
+        engines=engines,
+        searches=searches,
     )
 
 
@@ -146,6 +148,7 @@ def row(variant: dict[str, Any]) -> dict[str, str]:
         "lineage": " → ".join(variant["lineage"]),
         "backend": variant["backend"],
         **cells,
+        **report_proof.cells(variant),
         **{f"speedup_{batch}": _times(value) for batch, value in variant["speedup_at"].items()},
         "latency": f"{latency['p50']:.3f} ms" if latency and latency["p50"] else "–",
         "size": f"{variant['size_bytes']['engine'] / 1024:,.0f} KiB" if variant["size_bytes"] else "–",
@@ -161,73 +164,6 @@ def _times(raw: dict[str, float]) -> str:
 def batches(summary: dict[str, Any]) -> list[str]:
     """Further batch sizes that speed-ups were measured at, as text, in rising order."""
     return sorted({batch for variant in summary["variants"] for batch in variant["speedup_at"]}, key=int)
-
-
-def _pareto(summary: dict[str, Any]) -> str:
-    """Accuracy over speed-up, with intervals, and the front of what passed, as HTML."""
-    import plotly.graph_objects as go
-
-    figure = go.Figure()
-    drawn = sorted(
-        (v for v in summary["variants"] if v["accuracy"] and v["speedup"]), key=lambda v: v["speedup"]["value"]
-    )
-    for verdict in dict.fromkeys(v["verdict"] for v in ordered(drawn)):
-        group = [v for v in drawn if v["verdict"] == verdict]
-        figure.add_scatter(
-            name=verdict,
-            x=[v["speedup"]["value"] for v in group],
-            y=[v["accuracy"]["value"] for v in group],
-            error_x=_bars(group, "speedup"),
-            error_y=_bars(group, "accuracy"),
-            text=[v["name"] for v in group],
-            mode="markers+text",
-            cliponaxis=False,
-            textposition=[PLACES[drawn.index(v) % len(PLACES)] for v in group],
-            marker={
-                "size": 10,
-                "color": COLORS[verdict],
-                "symbol": ["diamond" if v["name"] == summary["baseline"] else "circle" for v in group],
-            },
-            hovertemplate="%{text}<br>%{x:.2f}× · %{y:.1%}<extra></extra>",
-        )
-    front = _front([v for v in drawn if v["verdict"] in ("promoted", "passed")])
-    figure.add_scatter(
-        name="front",
-        x=[v["speedup"]["value"] for v in front],
-        y=[v["accuracy"]["value"] for v in front],
-        mode="lines",
-        line={"dash": "dot", "color": "#57606a", "shape": "vh"},
-    )
-    figure.update_layout(
-        template="plotly_white",
-        height=520,
-        margin={"t": 20, "r": 90},
-        xaxis_title=f"speed-up over {summary['baseline']} (log)",
-        yaxis_title=summary["metric"],
-        xaxis_type="log",
-        xaxis_tickvals=TICKS,
-        yaxis_tickformat=".0%",
-    )
-    return str(figure.to_html(full_html=False, include_plotlyjs=True, config={"displaylogo": False}))
-
-
-def _bars(group: list[dict[str, Any]], key: str) -> dict[str, Any]:
-    return {
-        "type": "data",
-        "symmetric": False,
-        "array": [v[key]["high"] - v[key]["value"] for v in group],
-        "arrayminus": [v[key]["value"] - v[key]["low"] for v in group],
-        "thickness": 1,
-        "color": "#8c959f",
-    }
-
-
-def _front(passed: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    front: list[dict[str, Any]] = []
-    for variant in sorted(passed, key=lambda v: -v["speedup"]["value"]):
-        if not front or variant["accuracy"]["value"] > front[-1]["accuracy"]["value"]:
-            front.append(variant)
-    return front
 
 
 def _table(path: Path, summary: dict[str, Any]) -> None:

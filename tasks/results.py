@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from tasks import layout, manifest
+from tasks import layout, manifest, sequential
 from tasks.data import read
 from tasks.errors import Fault
 from tasks.files import read_json, size_bytes
 from tasks.params import Tree
-from tasks.settings import MODEL_STEPS, DistillParams
-from tasks.stats import Interval, mean_score, paired_change, ratio
+from tasks.settings import MODEL_STEPS, DistillParams, ExportParams
+from tasks.stats import Interval, mean_score, paired_change
+from tasks.timing import confidence_of, restored, speedup
 
 KINDS = {**dict.fromkeys(MODEL_STEPS, "model"), "export": "onnx", "quantize": "onnx"}
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What `build` found out about an engine: where it runs, in which precision, how near to PyTorch.
+
+    `precision_found` counts products by precision; `not_as_asked` and `slow` are sentences, or None. `parity` holds
+    `{output, difference, tolerance, worst_sample, worst_batch, halved}` of each output, empty if the engine was not
+    run where it was built. `nodes` of the source, None if unknown, became `kernels`.
+    """
+
+    device: str
+    precision_asked: str
+    precision_found: dict[str, int]
+    not_as_asked: str | None
+    slow: str | None
+    parity: tuple[dict[str, Any], ...]
+    nodes: int | None
+    kernels: int
+    signed: bool
 
 
 @dataclass(frozen=True)
@@ -41,6 +60,7 @@ class Variant:
     speedup_at: dict[str, Interval] = field(default_factory=dict)
     versus: str = ""
     size_bytes: dict[str, int] = field(default_factory=dict)
+    evidence: Evidence | None = None
     verdict: str = "failed"
     reasons: tuple[str, ...] = ()
     engine_sha256: str | None = None
@@ -59,6 +79,8 @@ def restore(raw: dict[str, Any]) -> Variant:
         k: Interval(**raw[k]) if raw[k] else None for k in ("accuracy", "accuracy_change", "speedup")
     }
     intervals["speedup_at"] = {batch: Interval(**value) for batch, value in raw["speedup_at"].items()}
+    evidence = raw.get("evidence")
+    intervals["evidence"] = Evidence(**{**evidence, "parity": tuple(evidence["parity"])}) if evidence else None
     return Variant(**{**raw, **intervals, **{k: tuple(raw[k]) for k in ("lineage", "reasons", "also")}})
 
 
@@ -108,9 +130,10 @@ def _measured(tree: Tree, variant: Variant) -> Variant:
     """Fill in a variant's numbers; Fault if its records don't belong together."""
     name, baseline = variant.name, tree.params.baseline
     described = manifest.read(layout.artifact(name))
-    evaluated, timed = read_json(layout.report("evaluate", name)), read_json(layout.report("benchmark", name))
+    built, evaluated, timed = (read_json(layout.report(step, name)) for step in ("build", "evaluate", "benchmark"))
     reference = read_json(layout.report("evaluate", baseline)) if layout.report("evaluate", baseline).is_file() else {}
     for what, record, key, expected in (
+        ("proof", built, "engine_sha256", described.engine_sha256),
         ("accuracy", evaluated, "engine_sha256", described.engine_sha256),
         ("latency", timed, "engine_sha256", described.engine_sha256),
         ("baseline's latency", timed, "baseline_sha256", reference.get("engine_sha256")),
@@ -123,19 +146,22 @@ def _measured(tree: Tree, variant: Variant) -> Variant:
                 f"the {what} of {name} was recorded of something else",
                 got=str(record[key])[:12],
                 expected=str(expected)[:12],
-                do=f"run `dvc repro benchmark@{name} evaluate@{name}`",
+                do=f"run `dvc repro {'build' if record is built else 'benchmark'}@{name} evaluate@{name}`",
             )
+    evidence = _evidence(built)
     variant = replace(
         variant,
+        evidence=evidence,
         size_bytes=_sizes(tree, variant.lineage, described),
         engine_sha256=described.engine_sha256,
         test_sha256=evaluated["test_sha256"],
     )
     not_run = evaluated["not_run"] or timed["not_run"]
+    told = tuple(reason for reason in (evidence.not_as_asked, evidence.slow) if reason)
     if not_run:
-        return replace(variant, verdict="not_run", reasons=(not_run,))
+        return replace(variant, verdict="not_run", reasons=(not_run, *told))
     scores, against = read(layout.scores(name))["scores"], read(layout.scores(baseline))["scores"]
-    settings, timing = tree.params.benchmark, timed["timing"]
+    timing, unstable = timed["timing"], timed["unstable"] or _undecided(tree, timed)
     return replace(
         variant,
         accuracy=mean_score(scores, tree.params.evaluate.confidence),
@@ -143,20 +169,38 @@ def _measured(tree: Tree, variant: Variant) -> Variant:
         accuracy_change=paired_change(scores, against, tree.params.evaluate.confidence),
         latency_ms={k: timing[k] for k in ("p50", "p90", "p99", "n", "batch")},
         throughput_per_s=timing["throughput_per_s"],
-        speedup=_gain(timed, settings.confidence),
-        speedup_at={
-            str(at["timing"]["batch"]): _gain(at, settings.confidence) for at in timed["also"] if not at["unstable"]
-        },
-        verdict="unstable" if timed["unstable"] else "",
+        speedup=_gain(tree, timed),
+        speedup_at={str(at["timing"]["batch"]): _gain(tree, at) for at in timed["also"] if not at["unstable"]},
+        verdict="unstable" if unstable else "",
         reasons=(
-            *([timed["unstable"]] if timed["unstable"] else ()),
+            *([unstable] if unstable else ()),
             *(f"at batch {at['timing']['batch']}: {at['unstable']}" for at in timed["also"] if at["unstable"]),
+            *told,
         ),
     )
 
 
-def _gain(timed: dict[str, Any], confidence: float) -> Interval:
-    return ratio(np.array(timed["baseline"]["medians"]), np.array(timed["timing"]["medians"]), confidence)
+def _evidence(built: dict[str, Any]) -> Evidence:
+    kept = {f.name: built[f.name] for f in fields(Evidence)}
+    return Evidence(**{**kept, "parity": tuple(built["parity"] or ())})
+
+
+def _gain(tree: Tree, timed: dict[str, Any]) -> Interval:
+    """The speed-up, as sure as all engines' together have to be: the baseline's own is none of them."""
+    timings = {"engine": restored(timed["timing"]), "baseline": restored(timed["baseline"])}
+    return speedup(timings, "engine", "baseline", tree.params.benchmark.confidence, family(tree))
+
+
+def family(tree: Tree) -> int:
+    """How many engines' speed-ups are judged together."""
+    return max(1, len(tree.engines) - 1)
+
+
+def _undecided(tree: Tree, timed: dict[str, Any]) -> str | None:
+    """Why the rounds are too few for as many engines as there are now, or None."""
+    engine = restored(timed["timing"])
+    sure = confidence_of(engine, tree.params.benchmark.confidence, family(tree))
+    return sequential.too_few(len(engine.medians), sure)
 
 
 def _failures(tree: Tree, name: str) -> list[str]:
@@ -178,7 +222,14 @@ def _made_by(tree: Tree, name: str) -> list[str]:
 
 
 def _sizes(tree: Tree, lineage: tuple[str, ...], described: manifest.Manifest) -> dict[str, int]:
-    sizes = {KINDS[tree.nodes[n].step]: size_bytes(layout.artifact(n)) for n in lineage if tree.nodes[n].step in KINDS}
+    """Bytes of the nearest artifact of each kind; what proves a model is no part of it."""
+    sizes = {}
+    for node in (tree.nodes[name] for name in lineage if tree.nodes[name].step in KINDS):
+        folder, kind = layout.artifact(node.name), KINDS[node.step]
+        if isinstance(node.settings, ExportParams):
+            kind = node.settings.format
+        evidence = folder / layout.PROOF
+        sizes[kind] = size_bytes(folder) - (size_bytes(evidence) if evidence.is_file() else 0)
     return {**sizes, "engine": size_bytes(layout.artifact(lineage[-1]) / described.engine_file)}
 
 

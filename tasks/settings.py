@@ -10,6 +10,11 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from tasks.settings_engines import TENSORRT as TENSORRT
+from tasks.settings_engines import USED_BY as USED_BY
+from tasks.settings_engines import BuildParams as BuildParams
+from tasks.settings_engines import QuantizeParams as QuantizeParams
+from tasks.settings_engines import SearchParams as SearchParams
 from tasks.settings_models import DistillParams as DistillParams
 from tasks.settings_models import FactorizeParams as FactorizeParams
 from tasks.settings_models import FitParams as FitParams
@@ -33,40 +38,15 @@ class DataParams(Settings):
 
 
 class ExportParams(Step):
-    """ONNX with a dynamic batch, and the workload's dynamic axis. Every backend here accepts `opset` 18 to 21."""
+    """A model with a dynamic batch, and the workload's dynamic axis.
 
-    opset: Annotated[Whole, Field(ge=18, le=21)] = 18
-    external_data: bool = False
-
-
-class QuantizeParams(Step):
-    """Post-training quantisation to INT8 with explicit Q/DQ nodes.
-
-    `style` names who will run it: `onnxruntime` (unsigned activations, signed per-channel
-    weights, reduced range) or `tensorrt` (symmetric, signed, no quantised bias). With
-    `activations: dynamic` the runtime finds the activations' ranges batch by batch, and there is
-    no calibration: the way of transformers on a CPU.
+    `onnx` for every backend but `inductor`, which takes a `program` of torch.export. Every backend
+    here accepts `opset` 18 to 21.
     """
 
-    format: Literal["int8"] = "int8"
-    activations: Literal["static", "dynamic"] = "static"
-    style: Literal["onnxruntime", "tensorrt"] = "onnxruntime"
-    calibration: Literal["minmax", "entropy", "percentile"] = "entropy"
-    samples: Positive = 256
-    batch: Positive = 32
-    percentile: Annotated[Number, Field(gt=50, le=100)] = 99.99
-
-
-class BuildParams(Step):
-    """One engine. `threads` for CPU backends, `compute_capabilities` for ahead-of-time GPU ones."""
-
-    backend: Literal["eager", "onnxruntime", "tensorrt_rtx"]
-    threads: Positive = 1
-    max_batch: Positive = 64
-    compute_capabilities: Annotated[tuple[Literal["8.0", "8.6", "8.9", "12.0"], ...], Field(min_length=1)] = (
-        "8.6",
-        "8.9",
-    )
+    format: Literal["onnx", "program"] = "onnx"
+    opset: Annotated[Whole, Field(ge=18, le=21)] = 18
+    external_data: bool = False
 
 
 class EvaluateParams(Settings):
@@ -83,12 +63,16 @@ class BenchmarkParams(Settings):
     Verdicts and ranking are of `batch`. Samples keep the length they are stored with, or are cut to
     `length` entries along the workload's dynamic axis.
 
-    Each of `rounds` rounds times every engine once, in random order, for `window_ms`. While an
-    interval is wider than `max_width` (relative), rounds go on up to `max_rounds`; one that
-    is still wider then is reported as unstable.
+    Each of `rounds` rounds times every engine once, in random order, for `window_ms`. While a speed-up's
+    interval is wider than `max_width` (relative) or holds 1, rounds go on up to `max_rounds`, or until they have
+    taken `budget_s` seconds per variant; one that is still too wide then is reported as unstable.
+    A window in which other processes took more than the share `max_lost` of its time is thrown away.
+    `clock` is `host` for a call as a caller sees it, copies included, or `device` for the GPU's own time
+    between two events, with inputs already there.
     """
 
     batch: Positive = 1
+    clock: Literal["host", "device"] = "host"
     also: tuple[Positive, ...] = ()
     length: Positive | None = None
     rounds: Annotated[Whole, Field(ge=8)] = 20
@@ -96,13 +80,15 @@ class BenchmarkParams(Settings):
     window_ms: Rate = 60.0
     warmup_ms: Rate = 300.0
     max_width: Fraction = 0.1
+    budget_s: Rate = 8.0
+    max_lost: Rate = 0.1
     confidence: Annotated[Number, Field(ge=0.8, lt=1)] = 0.95
     seed: Whole = 0
 
 
 def min_rounds(confidence: float) -> int:
     """The fewest rounds from which a signed-rank interval of a confidence can be had."""
-    return math.ceil(1 - math.log2(1 - confidence))
+    return math.ceil(1 - math.log2(1 - confidence) - 1e-9)
 
 
 class Bound(Settings):
@@ -124,13 +110,15 @@ class GateParams(Settings):
     """What a variant must prove to be promoted.
 
     `accuracy_change` is paired against the baseline, in shares of 1 (non-inferiority by a
-    margin); `speedup` is over the baseline; `latency_ms` is the p50.
+    margin); `speedup` is over the baseline; `latency_ms` is the p50. `as_asked` refuses an
+    engine that doesn't run in the precision or sparsity that was asked for.
     """
 
     accuracy: Bound | None = None
     accuracy_change: Bound = Bound(min=-0.02)
     speedup: Bound = Bound(min=1.0)
     latency_ms: Bound | None = None
+    as_asked: bool = False
     size_bytes: Bound | None = None
 
 

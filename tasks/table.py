@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tasks.account import AccountReport
     from tasks.closed_form import ClosedForm
 
+LIBRARIES = ("torch", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx-cu13")
 STYLES = {
     "promoted": "bold green",
     "passed": "green",
@@ -33,6 +34,7 @@ def show(summary: dict[str, Any], console: Console) -> None:
         (f"{summary['metric']}", {"no_wrap": True}),
         (f"speed-up over {summary['baseline']}", {"no_wrap": True}),
         *((f"at batch {batch}", {"no_wrap": True}) for batch in further),
+        ("precision", {"overflow": "fold"}),
         ("size", {"justify": "right", "no_wrap": True}),
         ("verdict", {"no_wrap": True}),
         ("reason", {"ratio": 1}),
@@ -46,6 +48,7 @@ def show(summary: dict[str, Any], console: Console) -> None:
             cells["accuracy"],
             cells["speedup"],
             *(cells.get(f"speedup_{batch}", "–") for batch in further),
+            cells["precision"],
             cells["size"],
             f"[{style}]{cells['verdict']}[/]",
             escape(cells["reason"]),
@@ -72,16 +75,18 @@ def markdown(summary: dict[str, Any]) -> str:
     columns = [
         *("variant", summary["metric"], "change", f"speed-up over {summary['baseline']}"),
         *(f"at batch {batch}" for batch in further),
-        *("engine", "verdict"),
+        *("precision", "engine", "verdict"),
     ]
-    keys = ["variant", "accuracy", "accuracy_change", "speedup", *(f"speedup_{b}" for b in further), "size", "verdict"]
+    numbers = ["accuracy", "accuracy_change", "speedup", *(f"speedup_{b}" for b in further)]
+    keys = ["variant", *numbers, "precision", "size", "verdict"]
     cells = [row(v) for v in ordered(summary["variants"])]
-    versions = ", ".join(f"{name} {target['libraries'][name]}" for name in ("torch", "onnxruntime"))
+    versions = ", ".join(f"{name} {target['libraries'][name]}" for name in LIBRARIES if name in target["libraries"])
+    driver = f", driver {target['driver']}" if target.get("driver") else ""
     return "\n".join(
         [
             f"# A run of `{summary['workload']}`",
             "",
-            f"{target['name']}, {target['cores']} cores, Python {target['python']}, {versions}; commit "
+            f"{target['name']}{driver}, {target['cores']} cores, Python {target['python']}, {versions}; commit "
             f"{summary['git_commit']}, settings sha256 {summary['params_sha256'][:12]}…, test split sha256 "
             f"{summary['data_sha256']['test'][:12]}….",
             "",

@@ -48,8 +48,8 @@ LLC_FALLBACK = 32 << 20
 class Target:
     """A machine.
 
-    `kind` and `name` are of the device that sessions run on, which is the CPU for every backend that
-    runs here; `cpu_flags` are the instruction sets that kernels are chosen by. `gpu_name`,
+    `kind` and `name` are of its fastest device: "cuda" where there is an NVIDIA GPU, else "cpu";
+    `cpu_flags` are the instruction sets that kernels are chosen by. `gpu_name`,
     `compute_capability` and `driver` are None without an NVIDIA GPU.
     """
 
@@ -73,15 +73,18 @@ def cores() -> int:
 
 
 def fingerprint() -> Target:
-    """Read this machine. `id` names the CPU and its usable cores alone; libraries and the GPU may change under it."""
+    """Read this machine. `id` names the GPU if there is one, the CPU and its cores; not the libraries."""
     cpu, flags = _cpu()
     gpu = _gpu() or {}
-    hardware = {"cpu": cpu, "flags": flags, "cores": cores()}
-    slug = re.sub(r"[^a-z0-9]+", "-", cpu.lower()).strip("-")[:32].strip("-")
+    hardware: dict[str, Any] = {"cpu": cpu, "flags": flags, "cores": cores()}
+    if gpu:
+        hardware |= {"gpu": gpu["name"], "compute_capability": gpu["compute_capability"]}
+    kind, name = ("cuda", gpu["name"]) if gpu else ("cpu", cpu)
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:32].strip("-")
     return Target(
-        id=f"cpu-{slug}-{cores()}c-{digest_of(hardware)[:6]}",
-        kind="cpu",
-        name=cpu,
+        id=f"{kind}-{slug}-{cores()}c-{digest_of(hardware)[:6]}",
+        kind=kind,
+        name=name,
         cores=cores(),
         cpu_name=cpu,
         cpu_flags=tuple(flags),

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Protocol, Self, cast
 
 from tasks import manifest
 from tasks.errors import Fault, Unavailable
-from tasks.manifest import Manifest, TensorSpec
+from tasks.manifest import Layer, Manifest, TensorSpec
 from tasks.settings import BuildParams
 from tasks.workloads.protocol import Arrays
 
-BACKENDS = ("eager", "onnxruntime", "tensorrt_rtx")
+BACKENDS = ("eager", "onnxruntime", "inductor", "tensorrt", "tensorrt_rtx")
 
 
 class Session(Protocol):
@@ -36,15 +37,44 @@ class Session(Protocol):
     ) -> None: ...
 
 
+class DeviceSession(Session, Protocol):
+    """A session on a GPU. `run` is `load`, `launch` and `fetch` in a row.
+
+    `load` copies inputs to the device and waits for that; `launch` starts one inference on what was
+    loaded, and returns before it is done; `fetch` waits, and copies the outputs back. `device_ms` is the GPU's own
+    time, in milliseconds per call, of that many launches, between two events. `memory_bytes` is what this session holds
+    of the device's memory, as far as its backend tells.
+    """
+
+    memory_bytes: int | None
+
+    def load(self, batch: Arrays) -> None: ...
+    def launch(self) -> None: ...
+    def fetch(self) -> Arrays: ...
+    def device_ms(self, calls: int) -> float: ...
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a backend's `build` returns: the manifest, and what the backend says that it runs, layer by layer.
+
+    `nodes` is the number of the source's nodes, where the source isn't an ONNX file and the backend knows it.
+    """
+
+    manifest: Manifest
+    layers: tuple[Layer, ...]
+    nodes: int | None = None
+
+
 class Backend(Protocol):
     """A module of this folder.
 
-    `build` writes the engine file and returns its manifest; `open` checks that the engine can
+    `build` writes the engine file; `open` checks that the engine can
     run here. Both raise Unavailable, in one line, if the backend can't do that on this
     machine, and Fault if the engine was built for another one.
     """
 
-    def build(self, source: Path, folder: Path, spec: BuildParams) -> Manifest: ...
+    def build(self, source: Path, folder: Path, spec: BuildParams) -> Built: ...
     def open(self, folder: Path, described: Manifest) -> Session: ...
 
 
@@ -55,12 +85,17 @@ def backend(name: str) -> Backend:
     """
     if name not in BACKENDS:
         raise Fault("no such backend", got=name, expected=", ".join(BACKENDS), do="mend build.*.backend")
+    return cast(Backend, imported(name))
+
+
+def imported(module: str) -> ModuleType:
+    """A module of this folder, late; Unavailable, in one line, if a package or a library it needs isn't here."""
     try:
-        return cast(Backend, importlib.import_module(f"tasks.engines.{name}"))
+        return importlib.import_module(f"tasks.engines.{module}")
     except ImportError as error:
         if (error.name or "").split(".")[0] == "tasks":
             raise
-        raise Unavailable(f"{name} isn't installed here: {' '.join(str(error).split())}") from None
+        raise Unavailable(f"{module} isn't installed here: {' '.join(str(error).split())}") from None
 
 
 def open_engine(folder: Path) -> Session:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tasks.engines.protocol import BACKENDS
+
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = re.findall(
     r"^  (\w+):\n(?:    foreach.*\n    do:\n)? +cmd: python -m tasks", (ROOT / "dvc.yaml").read_text(), re.M
@@ -27,6 +29,7 @@ NO_NUMBERS = {
         "tracking",
         "registry",
     ),
+    *("signing", "styles", "settings_engines"),
     *("resume", "threads", "closed_form", "settings", "settings_models", "settings_types", "pyfunc"),
     *("workloads/digits", "workloads/reviews", "engines/eager", "engines/onnxruntime", "engines/tensorrt_rtx"),
 }
@@ -34,24 +37,41 @@ NO_NUMBERS = {
 QUANTISERS = {"fake_quant", "quantized_sums", "folding", "calibration"}
 APART = dict.fromkeys(("train", "prune", "sparsify", "factorize", "share", "distill"), QUANTISERS) | {
     "distill": {"train", *QUANTISERS},
-    "export": {"training", "batches", "account", "products", "folding", "calibration", "quantized_sums"},
+    "build": {"checkpoint", "fit", "device", "structure", "training", "batches", *QUANTISERS},
+    "export": {
+        "device",
+        "manifest",
+        "engines/protocol",
+        "training",
+        "batches",
+        "account",
+        "products",
+        "folding",
+        "calibration",
+        "quantized_sums",
+    },
     "benchmark": {"workloads/protocol"},
-    "quantize": {"fit", "training", "batches"},
+    "quantize": {"fit", "manifest", "engines/protocol"},
     "compare": {"workloads/protocol", "record", "curves"},
-    "record": {"stats", "manifest", "data", "workloads/protocol"},
+    "record": {"stats", "timing", "sequential", "engines/protocol", "manifest", "data", "workloads/protocol"},
     "promote": {"workloads/protocol", "record", "curves"},
-    "report": {"compare", "record", "measure", "engines/protocol", "stats", "manifest", "data", "workloads/protocol"},
+    "report": {
+        *("compare", "record", "measure", "timing", "sequential", "disturbance", "engines/protocol"),
+        *("stats", "manifest", "data", "workloads/protocol"),
+    },
 }
 
 
 def imported(path: Path) -> set[Path]:
-    """Modules of this project that a file imports, also inside functions."""
+    """Modules of this project that a file imports, also inside functions and by `protocol.imported`."""
     names = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
             names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         elif isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "imported":
+            names += [f"tasks.engines.{arg.value}" for arg in node.args if isinstance(arg, ast.Constant)]
     found = {ROOT / (name.replace(".", "/") + ".py") for name in names if name.startswith("tasks.")}
     return {path for path in found if path.is_file()}
 
@@ -80,6 +100,18 @@ def named(step: str) -> set[str]:
 @pytest.mark.parametrize("step", STEPS)
 def test_code_that_makes_numbers_is_a_dependency(step: str) -> None:
     missing = needed(step) - named(step)
+    assert not missing, f"add to the stage {step}: {', '.join(sorted(missing))}"
+
+
+@pytest.mark.parametrize("step", ["build", "evaluate", "benchmark"])
+def test_what_the_backends_share_is_a_dependency_of_every_engine(step: str) -> None:
+    backends = {ROOT / f"tasks/engines/{name}.py" for name in BACKENDS}
+    seen, todo = set(backends), list(backends)
+    while todo:
+        new = {p for p in imported(todo.pop()) if p.parent.name == "engines"} - seen
+        seen, todo = seen | new, [*todo, *new]
+    shared = {str(p.relative_to(ROOT)) for p in seen - backends}
+    missing = shared - named(step)
     assert not missing, f"add to the stage {step}: {', '.join(sorted(missing))}"
 
 

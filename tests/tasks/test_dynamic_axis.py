@@ -44,7 +44,8 @@ def made(tmp_path_factory: pytest.TempPathFactory, text: Any) -> Path:
         ("dynamic", "int8", "onnxruntime"),
         ("rtx", "onnx", "tensorrt_rtx"),
     ):
-        build(root / source, root / name, BuildParams.model_validate({"from": source, "backend": backend}))
+        spec = BuildParams.model_validate({"from": source, "backend": backend})
+        build(root / source, root / "data", root / name, spec)
     return root
 
 

@@ -74,7 +74,7 @@ def test_the_report_is_of_the_file(line: Path, artifact: Any) -> None:
     report, folder = read_json(line / "results/export/base-onnx.json"), artifact("base-onnx")
     model = onnx.load(folder / "model.onnx")
     assert report["opset"] == onnx_file.opset(model) == 18
-    assert (report["size_bytes"], report["sha256"]) == (size_bytes(folder), sha256(folder))
+    assert (report["size_bytes"], report["sha256"]) == (size_bytes(folder / "model.onnx"), sha256(folder))
     assert report["nodes"] == len(model.graph.node)
     assert report["largest_error"] < 1e-4
     assert report["proof_batches"] == [1, 3, 7]
@@ -173,7 +173,7 @@ def test_external_data_travels_in_the_folder_and_counts(external: Any) -> None:
     folder, report = external
     sidecar = folder / "model.onnx.data"
     assert report.size_bytes == sidecar.stat().st_size + (folder / "model.onnx").stat().st_size
-    assert sorted(p.name for p in folder.iterdir()) == ["model.onnx", "model.onnx.data"]
+    assert sorted(p.name for p in folder.iterdir()) == ["model.onnx", "model.onnx.data", "proof.npz"]
 
 
 def test_external_data_is_part_of_the_digest(external: Any, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tasks.gates import judge, metric, shown
-from tasks.results import Variant
+from tasks.results import Evidence, Variant
 from tasks.settings import Bound, GateParams
 from tasks.stats import Interval
 
@@ -90,6 +90,37 @@ def test_only_finite_and_complete_numbers_pass(change: dict[str, Interval | None
     assert (got, reasons) == ("rejected", (f"{next(iter(change))} has no finite number",))
 
 
+EVIDENCE = Evidence("cpu", "int8", {"int8": 3}, None, None, (), 9, 5, False)
+FLOAT = "asked for int8, found in 0 of 3 products (3 fp32)"
+
+
+@pytest.mark.parametrize(
+    ("evidence", "reasons"),
+    [
+        (EVIDENCE, ()),
+        (replace(EVIDENCE, precision_found={"fp32": 3}, not_as_asked=FLOAT), (f"as_asked: {FLOAT}",)),
+        (
+            replace(EVIDENCE, precision_found={}, not_as_asked="asked for 2:4 kernels, found none"),
+            ("as_asked: asked for 2:4 kernels, found none",),
+        ),
+        (replace(EVIDENCE, precision_found={}), ("as_asked: onnxruntime doesn't tell in which precision it runs",)),
+        (
+            replace(EVIDENCE, precision_found={"unknown": 3}),
+            ("as_asked: onnxruntime doesn't tell in which precision it runs",),
+        ),
+        (None, ("as_asked: onnxruntime doesn't tell in which precision it runs",)),
+    ],
+    ids=["as asked", "in floating point", "not sparse", "no products", "not told", "no record"],
+)
+def test_a_gate_refuses_what_is_not_as_asked(evidence: Evidence | None, reasons: tuple[str, ...]) -> None:
+    told = (evidence.not_as_asked,) if evidence and evidence.not_as_asked else ()
+    variant = replace(GOOD, evidence=evidence, reasons=told)
+    judged = judge(variant, GateParams(as_asked=True), BASE)
+    assert (judged.verdict, judged.reasons) == ("rejected" if reasons else "passed", reasons)
+    assert judge(variant, GateParams(), BASE).reasons == told, "without the gate it is told, and passes"
+    assert judge(variant, GateParams(), BASE).verdict == "passed"
+
+
 def test_other_test_data_is_rejected() -> None:
     got, reasons = verdict(replace(GOOD, test_sha256="u"))
     assert (got, reasons) == ("rejected", ("it was evaluated on other test data than the baseline",))
@@ -112,7 +143,7 @@ def test_an_earlier_verdict_stays(kept: str) -> None:
 
 def test_a_variant_without_measurements_has_no_metric() -> None:
     bare = Variant("bare", ("bare",), "eager")
-    assert [metric(bare, name) for name, _ in GateParams()] == [None] * 5
+    assert [metric(bare, name) for name, _ in GateParams() if name != "as_asked"] == [None] * 5
 
 
 @pytest.mark.parametrize(

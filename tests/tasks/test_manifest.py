@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tasks import manifest
-from tasks.errors import Fault
+from tasks import manifest, target
+from tasks.errors import Fault, Unavailable
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def test_a_missing_manifest_is_refused(tmp_path: Path) -> None:
         ("", "is not a manifest"),
         ('{"schema": 1', "is not a manifest"),
         ("[]", "is not a manifest"),
-        ('{"schema": 2}', "is not a manifest"),
+        ('{"schema": 3}', "is not a manifest"),
         ('{"schema": 7, "rebuild": "dvc repro build@x"}', "is of another version"),
     ],
 )
@@ -101,3 +102,52 @@ def test_missing_cpu_features_are_named(engine: Path) -> None:
         manifest.require(described, engine, version=described.backend_version, missing_flags=["amx_int8"])
     assert caught.value.got == "here: no amx_int8"
     assert str(caught.value.expected).startswith("built for: ")
+
+
+H200 = {"name": "NVIDIA H200", "compute_capability": "9.0", "driver": "580.1"}
+BUILT_FOR = {"gpu_name": "NVIDIA H200", "compute_capability": "9.0", "driver": "580.1"}
+
+
+@pytest.fixture
+def for_gpu(engine: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`for_gpu(**changes)`: the engine's manifest as if built for an H200; this machine has one."""
+    monkeypatch.setattr(target, "_gpu", lambda: H200)
+    return lambda **changes: replace(manifest.read(engine), built_for={**BUILT_FOR, **changes}, device="cuda")
+
+
+def test_an_engine_of_this_gpu_is_let_through(for_gpu: Any, engine: Path) -> None:
+    assert manifest.gpu_here() == BUILT_FOR
+    manifest.require_gpu(for_gpu(), engine)
+
+
+@pytest.mark.parametrize(
+    ("key", "other"), [("gpu_name", "NVIDIA L4"), ("compute_capability", "8.9"), ("driver", "535.1"), ("driver", None)]
+)
+def test_an_engine_of_another_gpu_or_driver_is_refused(for_gpu: Any, engine: Path, key: str, other: Any) -> None:
+    with pytest.raises(Fault, match="engine base-ort was built for another GPU or driver") as caught:
+        manifest.require_gpu(for_gpu(**{key: other}), engine)
+    assert caught.value.got == "here: gpu_name NVIDIA H200; compute_capability 9.0; driver 580.1"
+    assert f"{key} {other}" in str(caught.value.expected) and str(caught.value.expected).startswith("built for: ")
+    assert caught.value.do == "rebuild: dvc repro build@base-ort"
+
+
+def test_an_engine_that_notes_no_gpu_is_refused(for_gpu: Any, engine: Path) -> None:
+    with pytest.raises(Fault, match="another GPU or driver") as caught:
+        manifest.require_gpu(replace(for_gpu(), built_for={}), engine)
+    assert caught.value.expected == "built for: no GPU noted"
+
+
+def test_a_backend_may_not_mind_the_driver(for_gpu: Any, engine: Path) -> None:
+    same = ("gpu_name", "compute_capability")
+    manifest.require_gpu(for_gpu(driver="535.1"), engine, same=same)
+    with pytest.raises(Fault, match="another GPU or driver"):
+        manifest.require_gpu(for_gpu(gpu_name="NVIDIA L4"), engine, same=same)
+
+
+def test_without_a_gpu_a_gpus_engine_is_not_run(for_gpu: Any, engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    described = for_gpu()
+    monkeypatch.setattr(target, "_gpu", lambda: None)
+    with pytest.raises(Unavailable, match="built, not run here: no NVIDIA GPU here") as caught:
+        manifest.require_gpu(described, engine)
+    assert "built for gpu_name NVIDIA H200; compute_capability 9.0" in str(caught.value)
+    assert "\n" not in str(caught.value)

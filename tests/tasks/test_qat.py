@@ -227,7 +227,7 @@ def test_tensorrt_rtx_builds_the_file(made: Any, tmp_path: Path) -> None:
     from tasks.engines import tensorrt_rtx
 
     spec = BuildParams.model_validate({"from": "x", "backend": "tensorrt_rtx", "compute_capabilities": ["8.6"]})
-    manifest = tensorrt_rtx.build(made["tensorrt"][2], tmp_path, spec)
+    manifest = tensorrt_rtx.build(made["tensorrt"][2], tmp_path, spec).manifest
     assert manifest.precision_asked == "int8" and (tmp_path / manifest.engine_file).stat().st_size > 0
 
 

@@ -7,12 +7,13 @@ import csv
 import json
 import re
 import shutil
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tasks import layout, target
+from tasks import layers, layout, report_proof, target
 from tasks.compare import WINS, compare
 from tasks.files import read_json, sha256, write_json
 from tasks.params import Tree, load
@@ -20,7 +21,7 @@ from tasks.report import ordered, page, report, row
 
 KEYS = {
     "name", "lineage", "also", "backend", "accuracy", "accuracy_change", "latency_ms", "throughput_per_s",
-    "speedup", "size_bytes", "verdict", "reasons", "mlflow_run_id", "engine_sha256", "test_sha256",
+    "speedup", "size_bytes", "evidence", "verdict", "reasons", "mlflow_run_id", "engine_sha256", "test_sha256",
 }  # fmt: skip
 
 
@@ -88,6 +89,76 @@ def test_a_measured_variant_has_its_numbers(summary: dict[str, Any]) -> None:
     assert set(variant["latency_ms"]) == {"p50", "p90", "p99", "n", "batch"}
     assert variant["mlflow_run_id"] == "run1"
     assert variant["engine_sha256"] == sha256(layout.artifact("base-ort") / "engine.onnx")
+
+
+def test_a_variant_says_how_it_runs(summary: dict[str, Any]) -> None:
+    evidence = next(v for v in summary["variants"] if v["name"] == "base-int8-ort")["evidence"]
+    built = read_json(layout.report("build", "base-int8-ort"))
+    assert set(evidence) == {
+        "device", "precision_asked", "precision_found", "not_as_asked", "slow", "parity", "nodes", "kernels", "signed",
+    }  # fmt: skip
+    assert all(evidence[key] == built[key] for key in evidence)
+    assert [p["output"] for p in evidence["parity"]] == ["logits"]
+
+
+def test_the_page_lists_each_engines_layers_and_parity(summary: dict[str, Any]) -> None:
+    html = (layout.LATEST / "index.html").read_text()
+    part = html[html.index("What each engine runs") :]
+    for name in ("base-ort", "base-int8-ort"):
+        for layer in layers.read(layout.artifact(name)):
+            assert f"<td>{escape(layer.name)}</td><td>{escape(layer.kind)}</td>" in part
+    nodes, kernels = (read_json(layout.report("build", "base-ort"))[key] for key in ("nodes", "kernels"))
+    assert f"{nodes} nodes in {kernels} kernels" in part
+    assert re.search(r"<td>logits</td>.*validation sample \d in a batch of \d", part)
+    assert part.count("<details>") == len(summary["variants"]), "each is folded"
+
+
+def test_what_is_not_as_asked_is_on_the_page(summary: dict[str, Any], tree: Tree) -> None:
+    variant = next(v for v in summary["variants"] if v["name"] == "base-int8-ort")
+    variant["evidence"] |= {"precision_found": {"fp32": 5, "int8": 1}}
+    variant["reasons"] = ["asked for int8, found in 1 of 6 products (5 fp32, 1 int8)"]
+    html = page(summary)
+    assert "<td>int8: 5 fp32, 1 int8</td>" in html and variant["reasons"][0] in html
+
+
+@pytest.mark.parametrize(
+    ("asked", "found", "words"),
+    [
+        ("int8", {"int8": 5}, "int8"),
+        ("int8", {"int8": 5, "fp32": 1}, "int8: 5 int8, 1 fp32"),
+        ("int8", {"fp32": 5}, "int8: 5 fp32"),
+        ("fp16", {}, "fp16 (not told)"),
+        ("fp16", {"unknown": 3}, "fp16 (not told)"),
+        ("as the model", {"fp32": 3}, "fp32"),
+    ],
+)
+def test_precision_asked_and_found_in_a_cell(asked: str, found: dict[str, int], words: str) -> None:
+    assert report_proof.precision(asked, found) == words
+
+
+SEARCH = {
+    "sweep": "one",
+    "metric": "accuracy",
+    "budget": 0.005,
+    "validation_samples": 100,
+    "models": 7,
+    "seconds": 3.0,
+    "table": [{"node": "<conv>", "op": "Conv", "snr_db": 12.34, "cosine": 0.98, "kept": True}],
+    "path": [{"kept": 1, "metric": 0.912, "loss": 0.003, "within_budget": True}],
+    "verdict": "1 of 4 nodes stays in floating point",
+}
+
+
+def test_the_page_shows_the_search_for_mixed_precision(
+    summary: dict[str, Any], tree: Tree, workload_path: Path
+) -> None:
+    path = layout.report("quantize", "base-int8")
+    assert not report_proof.searches(tree)
+    write_json(path, {**read_json(path), "search": SEARCH})
+    report(tree, workload_path, target.fingerprint(), layout.DATA, layout.LATEST)
+    html = (layout.LATEST / "index.html").read_text()
+    for part in ("<b>base-int8</b>", SEARCH["verdict"], "&lt;conv&gt;", "12.3 dB", "91.20 %", "0.50 points"):
+        assert part in html
 
 
 def test_the_promoted_variant_says_so(summary: dict[str, Any]) -> None:

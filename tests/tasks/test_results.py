@@ -47,11 +47,49 @@ def test_a_variants_numbers_are_those_of_its_records(tree: Tree) -> None:
     assert (variant.lineage, variant.backend) == (("base", "base-onnx", "base-int8", "base-int8-ort"), "onnxruntime")
 
 
+def test_a_variant_tells_how_its_engine_runs(tree: Tree) -> None:
+    built = read_json(layout.report("build", "base-int8-ort"))
+    evidence = by_name(tree)["base-int8-ort"].evidence
+    assert evidence is not None
+    assert evidence.precision_asked == "int8" and evidence.precision_found == built["precision_found"]
+    assert evidence.parity == tuple(built["parity"]) and evidence.parity[0]["output"] == "logits"
+    assert (evidence.device, evidence.nodes, evidence.kernels) == ("cpu", built["nodes"], built["kernels"])
+    not_run = by_name(tree)["base-rtx"].evidence
+    assert not_run is not None and (not_run.device, not_run.parity) == ("cuda", ())
+
+
+def test_what_is_not_as_asked_or_slow_is_a_reason_and_fails_nothing(tree: Tree) -> None:
+    change(layout.report("build", "base-ort"), not_as_asked="asked for int8, found none", slow="of another style")
+    change(layout.report("build", "base-rtx"), not_as_asked="asked for 2:4 kernels, found none")
+    change(layout.report("benchmark", "base-ort"), unstable=None)
+    found = by_name(tree)
+    assert (found["base-ort"].verdict, found["base-ort"].reasons[-2:]) == (
+        "",
+        ("asked for int8, found none", "of another style"),
+    )
+    assert found["base-rtx"].reasons[1:] == ("asked for 2:4 kernels, found none",)
+
+
+def test_a_record_of_another_version_fails_its_variant_alone(tree: Tree) -> None:
+    path = layout.report("build", "base-ort")
+    write_json(path, {k: v for k, v in read_json(path).items() if k != "parity"})
+    found = by_name(tree)
+    assert found["base-ort"].verdict == "failed" and "not usable" in found["base-ort"].reasons[0]
+    assert found["slim-kd-ort"].verdict != "failed"
+
+
+def test_more_keys_in_a_record_do_no_harm(tree: Tree) -> None:
+    before = by_name(tree)["base-ort"]
+    for step in ("build", "evaluate", "benchmark"):
+        change(layout.report(step, "base-ort"), a_key_of_tomorrow=1)
+    assert by_name(tree)["base-ort"] == before
+
+
 def test_sizes_are_of_the_nearest_artifact_of_each_kind(tree: Tree, artifact: Any) -> None:
     sizes = by_name(tree)["slim-kd-ort"].size_bytes
     assert sizes == {
         "model": size_bytes(artifact("slim-kd")),
-        "onnx": size_bytes(artifact("slim-kd-onnx")),
+        "onnx": size_bytes(artifact("slim-kd-onnx") / "model.onnx"),
         "engine": size_bytes(artifact("slim-kd-ort") / "engine.onnx"),
     }
 
@@ -83,6 +121,7 @@ def test_a_failed_parent_fails_what_descends_from_it(tree: Tree) -> None:
 @pytest.mark.parametrize(
     ("step", "key", "what"),
     [
+        ("build", "engine_sha256", "proof"),
         ("evaluate", "engine_sha256", "accuracy"),
         ("benchmark", "engine_sha256", "latency"),
         ("benchmark", "baseline_sha256", "baseline's latency"),

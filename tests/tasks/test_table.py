@@ -10,6 +10,8 @@ from rich.console import Console
 
 from tasks.table import markdown, show
 
+NOTHING = dict.fromkeys(("accuracy", "accuracy_change", "latency_ms", "speedup", "evidence"))
+
 
 def variant(name: str, verdict: str, **changes: Any) -> dict[str, Any]:
     return {
@@ -23,6 +25,14 @@ def variant(name: str, verdict: str, **changes: Any) -> dict[str, Any]:
         "speedup": {"value": 2.0, "low": 1.9, "high": 2.1, "versus": "base"},
         "speedup_at": {},
         "size_bytes": {"engine": 2048},
+        "evidence": {
+            "device": "cpu",
+            "precision_asked": "int8",
+            "precision_found": {"int8": 5, "fp32": 1},
+            "parity": [],
+            "nodes": 9,
+            "kernels": 6,
+        },
         "verdict": verdict,
         "reasons": [f"reason of {name}"],
         **changes,
@@ -46,7 +56,14 @@ def summary() -> dict[str, Any]:
         },
         "variants": [
             variant(
-                "broken", "failed", accuracy=None, accuracy_change=None, latency_ms=None, speedup=None, size_bytes={}
+                "broken",
+                "failed",
+                accuracy=None,
+                accuracy_change=None,
+                latency_ms=None,
+                speedup=None,
+                size_bytes={},
+                evidence=None,
             ),
             variant("best", "promoted", also=["twin"]),
             variant("odd[red]", "unstable"),
@@ -63,7 +80,14 @@ def printed(summary: dict[str, Any]) -> str:
 def test_every_variant_has_its_numbers_verdict_and_reason(summary: dict[str, Any]) -> None:
     lines = printed(summary).splitlines()
     best = next(line for line in lines if "best = twin" in line)
-    for part in ("90.0% [88.0%, 92.0%]", "2.00× [1.90×, 2.10×]", "2 KiB", "promoted", "reason of best"):
+    for part in (
+        "90.0% [88.0%, 92.0%]",
+        "2.00× [1.90×, 2.10×]",
+        "int8: 5 int8, 1 fp32",
+        "2 KiB",
+        "promoted",
+        "reason of best",
+    ):
         assert part in best
     broken = next(line for line in lines if "broken" in line)
     assert "failed" in broken
@@ -108,5 +132,13 @@ def test_markdown_has_the_environment_and_every_variant(summary: dict[str, Any])
     text = markdown(summary)
     assert "a machine, 2 cores, Python 3.11, torch 2, onnxruntime 1; commit abc, settings sha256 111111111111…" in text
     rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert "int8: 5 int8, 1 fp32" in rows[1]
     assert len(rows) == 4 and len({row.count("|") for row in rows}) == 1
     assert "6.00× [5.50×, 6.50×]" in rows[1] and "- `odd[red]`: reason of odd[red]" in text
+
+
+def test_markdown_of_a_gpu_names_its_driver_and_the_libraries_that_are_there(summary: dict[str, Any]) -> None:
+    libraries = {"torch": "2", "onnxruntime-gpu": "1.24"}
+    summary["target"] |= {"cores": 16, "python": "3.12", "libraries": libraries, "driver": "580.1"}
+    summary |= {"git_commit": "abc", "params_sha256": "1" * 64, "data_sha256": {"test": "2" * 64}}
+    assert "a machine, driver 580.1, 16 cores, Python 3.12, torch 2, onnxruntime-gpu 1.24; commit" in markdown(summary)

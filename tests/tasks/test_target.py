@@ -26,13 +26,14 @@ def test_the_fingerprint_is_of_this_machine() -> None:
     assert all(re.search(rf"\b{flag}\b", flags) for flag in here.cpu_flags)
 
 
-def test_a_gpu_is_told_beside_the_cpu_that_sessions_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_makes_another_target_beside_its_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target, "_gpu", lambda: None)
     without = target.fingerprint()
     gpu = {"name": "NVIDIA L4", "compute_capability": "8.9", "driver": "580.1"}
     monkeypatch.setattr(target, "_gpu", lambda: gpu)
     here = target.fingerprint()
-    assert (here.id, here.kind, here.name) == (without.id, "cpu", here.cpu_name)
+    assert (here.kind, here.name, here.cpu_name) == ("cuda", "NVIDIA L4", without.cpu_name)
+    assert here.id.startswith(f"cuda-nvidia-l4-{here.cores}c-") and without.id.startswith("cpu-")
     assert (here.gpu_name, here.compute_capability, here.driver) == ("NVIDIA L4", "8.9", "580.1")
     assert (without.gpu_name, without.compute_capability, without.driver) == (None, None, None)
 

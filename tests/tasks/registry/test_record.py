@@ -78,8 +78,14 @@ def test_a_run_holds_lineage_numbers_tags_and_files(place: Any) -> None:
     assert metrics["latency_ms"] == variant["latency_ms"]["p50"]
     assert metrics["size_bytes_engine"] == variant["size_bytes"]["engine"]
     assert {"accuracy_low", "accuracy_change_high", "throughput_per_s"} <= set(metrics)
+    built = read_json(layout.report("build", "thin-ort"))
+    assert metrics["parity_logits"] == built["parity"][0]["difference"]
+    assert (tags["device"], tags["precision_asked"], tags["not_as_asked"]) == ("cpu", "fp32", "no")
+    assert tags["precision_found"] == f"{built['precision_found']['fp32']} fp32"
+    assert tags["fusion"] == f"{built['nodes']} nodes in {built['kernels']} kernels"
     assert files(place.store, run.info.run_id) == {
         "manifest/manifest.json",
+        "manifest/layers.json",
         *(f"{step}/thin-ort.json" for step in ("build", "evaluate", "benchmark")),
     }
 
