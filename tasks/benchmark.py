@@ -7,12 +7,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks import manifest, measure, target
+import numpy as np
+
+from tasks import manifest, measure, sequential, target
 from tasks.data import read
 from tasks.engines.protocol import Session, open_engine
 from tasks.errors import Fault, Unavailable
 from tasks.settings import BenchmarkParams, min_rounds
-from tasks.stats import Interval
+from tasks.stats import Interval, ratio
 from tasks.workloads.protocol import Arrays
 
 
@@ -23,6 +25,7 @@ class AtBatch:
     timing: measure.Timing
     baseline: measure.Timing
     speedup: Interval
+    confidence: float
     unstable: str | None
 
 
@@ -31,13 +34,15 @@ class BenchmarkReport:
     """Latency and speed-up over the baseline; all None, with the reason, if the engine can't run here.
 
     `baseline` is the baseline's own timing of the same rounds, so that the speed-up can be
-    computed again from this file; `also` holds the other batch sizes. `load_average` was read
-    before and after. `target_id` is the machine that was measured.
+    computed again from this file; `also` holds the other batch sizes. `confidence` is that of the single interval
+    `speedup`, raised for the looks that were taken and the engines that were judged together. `load_average` was
+    read before and after. `target_id` is the machine that was measured.
     """
 
     timing: measure.Timing | None
     baseline: measure.Timing | None
     speedup: Interval | None
+    confidence: float | None
     also: list[AtBatch]
     versus: str
     not_run: str | None
@@ -48,9 +53,10 @@ class BenchmarkReport:
     target_id: str
 
 
-def benchmark(source: Path, baseline: Path, data: Path, params: BenchmarkParams) -> BenchmarkReport:
+def benchmark(source: Path, baseline: Path, data: Path, params: BenchmarkParams, family: int = 1) -> BenchmarkReport:
     """Measure the engine in `source` and the one in `baseline` in the same rounds, on validation inputs.
 
+    `family` is the number of engines whose speed-ups are judged together with this one's.
     The baseline against itself is measured with two sessions: its ratio should hold 1.
     Raises Fault if the baseline can't run here: without it no engine can be timed.
     """
@@ -65,6 +71,7 @@ def benchmark(source: Path, baseline: Path, data: Path, params: BenchmarkParams)
                 timing=None,
                 baseline=None,
                 speedup=None,
+                confidence=None,
                 also=[],
                 versus=baseline.name,
                 not_run=str(reason),
@@ -75,11 +82,12 @@ def benchmark(source: Path, baseline: Path, data: Path, params: BenchmarkParams)
                 target_id=here,
             )
         inputs = measure.inputs_of(described.inputs, read(data / "validation.npz"), params.length)
-        first, *also = (_at(engine, against, inputs, p) for p in each_batch(params))
+        first, *also = (_at(engine, against, inputs, p, family) for p in each_batch(params))
     return BenchmarkReport(
         timing=first.timing,
         baseline=first.baseline,
         speedup=first.speedup,
+        confidence=first.confidence,
         also=also,
         versus=baseline.name,
         not_run=None,
@@ -92,19 +100,21 @@ def benchmark(source: Path, baseline: Path, data: Path, params: BenchmarkParams)
 
 
 def each_batch(params: BenchmarkParams) -> list[BenchmarkParams]:
-    """The settings at `batch`, and at each batch of `also` with half the rounds, as far as an interval allows."""
+    """The settings at `batch`, and at each of `also` with half the rounds and time, as far as an interval allows."""
     least = min_rounds(params.confidence)
     half = max(least, params.rounds // 2)
-    other = {"rounds": half, "max_rounds": max(half, params.max_rounds // 2)}
+    other = {"rounds": half, "max_rounds": max(half, params.max_rounds // 2), "budget_s": params.budget_s / 2}
     return [params, *(params.model_copy(update={"batch": batch, **other}) for batch in params.also)]
 
 
-def _at(engine: Session, baseline: Session, inputs: Arrays, params: BenchmarkParams) -> AtBatch:
+def _at(engine: Session, baseline: Session, inputs: Arrays, params: BenchmarkParams, family: int) -> AtBatch:
     if params.also:
         print(f"at batch {params.batch}", flush=True)
-    timings = measure.interleave({"engine": engine, "baseline": baseline}, inputs, params)
-    gain = measure.speedup(timings, "engine", "baseline", params.confidence)
-    return AtBatch(timings["engine"], timings["baseline"], gain, unstable(gain, timings, params))
+    timings = measure.interleave({"engine": engine, "baseline": baseline}, inputs, params, family=family)
+    gain = measure.speedup(timings, "engine", "baseline", params.confidence, family)
+    sure = measure.confidence_of(timings["engine"], params.confidence, family)
+    reason = unstable(timings, params) or sequential.too_few(len(timings["engine"].medians), sure)
+    return AtBatch(timings["engine"], timings["baseline"], gain, sure, reason)
 
 
 def _open_baseline(folder: Path) -> Session:
@@ -119,8 +129,15 @@ def _open_baseline(folder: Path) -> Session:
         ) from None
 
 
-def unstable(gain: Interval, timings: Mapping[str, measure.Timing], params: BenchmarkParams) -> str | None:
-    """Why a measurement can't be used, or None; `timings` are of "engine" and "baseline"."""
+def unstable(timings: Mapping[str, measure.Timing], params: BenchmarkParams) -> str | None:
+    """Why a measurement can't be used, or None; `timings` are of "engine" and "baseline".
+
+    The width is that of a single interval: how precise the measurement is, not how much it has to prove.
+    """
+    busy = next((timing.busy for timing in timings.values() if timing.busy), None)
+    if busy:
+        return busy
+    gain = ratio(np.array(timings["baseline"].medians), np.array(timings["engine"].medians), params.confidence)
     width = measure.relative_width(gain)
     if width > params.max_width:
         return f"the speed-up's interval is {width:.1%} wide, at most {params.max_width:.0%} is allowed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from tasks.params import Tree
 from tasks.record import lineage_params
 from tasks.results import Variant
 from tasks.settings import BenchmarkParams
-from tasks.stats import quotient
+from tasks.stats import Interval, quotient
 
 MAX_FINALISTS = 8
 WINS = "the fastest that passes every gate, or the most accurate of those as fast"
@@ -50,10 +51,30 @@ def compare(tree: Tree, data: Path) -> Comparison:
 
 
 def judged_variants(tree: Tree) -> list[Variant]:
-    """Every variant with the verdict that the recorded files and the gates give."""
-    found = results.variants(tree)
+    """Every variant with the verdict that the recorded files and the gates give.
+
+    One whose numbers aren't finite, or were timed otherwise than the settings now say, has failed.
+    """
+    found = [_usable(v, tree) for v in results.variants(tree)]
     baseline = next((v for v in found if v.name == tree.params.baseline), None)
     return [judge(v, tree.params.gates, baseline) for v in found]
+
+
+def _usable(variant: Variant, tree: Tree) -> Variant:
+    """The variant, failed if a number of it isn't finite, or it was timed at another batch or by another clock."""
+    intervals = (variant.accuracy, variant.accuracy_change, variant.speedup, *variant.speedup_at.values())
+    numbers = [v for i in intervals if i for v in (i.value, i.low, i.high)]
+    numbers += [v for v in (variant.latency_ms or {}).values() if v is not None]
+    if not all(math.isfinite(v) for v in (*numbers, variant.throughput_per_s or 1.0)):
+        return replace(variant, verdict="failed", reasons=("a recorded number of it isn't finite", *variant.reasons))
+    if variant.speedup is None:
+        return variant
+    timing, asked = read_json(layout.report("benchmark", variant.name))["timing"], tree.params.benchmark
+    for what, got, expected in (("batch", timing["batch"], asked.batch), ("clock", timing["clock"], asked.clock)):
+        if got != expected:
+            told = f"it was timed at {what} {got}, and benchmark.{what} is {expected}: run `dvc repro`"
+            return replace(variant, verdict="failed", reasons=(told, *variant.reasons))
+    return variant
 
 
 def finalists(tree: Tree, judged: list[Variant]) -> list[str]:
@@ -72,12 +93,21 @@ def front(judged: list[Variant]) -> list[Variant]:
 
 
 def head_to_head(names: list[str], data: Path, params: BenchmarkParams) -> dict[str, measure.Timing]:
-    """Time several engines in common rounds on validation inputs."""
+    """Time several engines in common rounds on validation inputs, until all are told apart from the fastest."""
     samples = read(data / "validation.npz")
     with ExitStack() as stack:
         sessions = {name: stack.enter_context(open_engine(layout.artifact(name))) for name in names}
         inputs = measure.inputs_of(sessions[names[0]].inputs, samples, params.length)
-        return measure.interleave(sessions, inputs, params)
+        return measure.interleave(sessions, inputs, params, family=_pairs(len(names)), fastest=True)
+
+
+def _pairs(n: int) -> int:
+    """How many pairs of finalists are judged together, since any of them may turn out the fastest."""
+    return max(1, n * (n - 1) // 2)
+
+
+def _gain(timings: dict[str, measure.Timing], name: str, versus: str, confidence: float) -> Interval:
+    return measure.speedup(timings, name, versus, confidence, _pairs(len(timings)))
 
 
 def _dominates(a: Variant, b: Variant) -> bool:
@@ -97,7 +127,7 @@ def _winner(passed: list[Variant], timings: dict[str, measure.Timing], confidenc
 
 
 def _tied(timings: dict[str, measure.Timing], a: str, b: str, confidence: float) -> bool:
-    gain = measure.speedup(timings, a, b, confidence)
+    gain = _gain(timings, a, b, confidence)
     return a == b or (gain.low <= 1 and gain.value <= AS_FAST)
 
 
@@ -125,7 +155,7 @@ def _against_plain(
         return variant
     together = variant.name in timings and other.name in timings
     if together:
-        gain = measure.speedup(timings, variant.name, other.name, tree.params.benchmark.confidence)
+        gain = _gain(timings, variant.name, other.name, tree.params.benchmark.confidence)
     else:
         gain = quotient(variant.speedup, other.speedup)
     if gain.low > 1:
@@ -149,7 +179,7 @@ def _against_winner(
     if variant.name == winner:
         return replace(variant, reasons=(WINS, *variant.reasons))
     if variant.name in timings and winner in timings:
-        gain = measure.speedup(timings, winner, variant.name, confidence)
+        gain = _gain(timings, winner, variant.name, confidence)
         how = "is faster than" if gain.low > 1 else "is not told apart from" if gain.high >= 1 else "is slower than"
         return replace(
             variant, reasons=(f"head to head, {winner} {how} it: {shown('speedup', gain)}", *variant.reasons)
@@ -161,10 +191,13 @@ def _against_winner(
 
 
 def _unsettled(variant: Variant, timings: dict[str, measure.Timing]) -> Variant:
-    """Tell a finalist whose latency was still changing when the common rounds began."""
-    if variant.name not in timings or timings[variant.name].warm:
+    """Tell a finalist whose latency was still changing when the common rounds began, or whose rounds were disturbed."""
+    if variant.name not in timings:
         return variant
-    return replace(variant, reasons=(*variant.reasons, "head to head, its latency did not settle during warm-up"))
+    timing = timings[variant.name]
+    told = [] if timing.warm else ["head to head, its latency did not settle during warm-up"]
+    told += [f"head to head, {timing.busy}"] if timing.busy else []
+    return replace(variant, reasons=(*variant.reasons, *told))
 
 
 def _content(tree: Tree, variant: Variant) -> str:

@@ -2,155 +2,242 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
+from tasks import sequential
+from tasks.disturbance import Host, settle
+from tasks.disturbance import load_average as load_average
 from tasks.engines.protocol import Session
-from tasks.manifest import TensorSpec
+from tasks.errors import Fault
 from tasks.settings import BenchmarkParams
-from tasks.stats import Interval, percentile, ratio
+from tasks.stats import percentile, ratio
 from tasks.target import last_level_cache_bytes
+from tasks.timing import Timing as Timing
+from tasks.timing import confidence_of as confidence_of
+from tasks.timing import inputs_of as inputs_of
+from tasks.timing import make_pool, timed_call
+from tasks.timing import relative_width as relative_width
+from tasks.timing import restored as restored
+from tasks.timing import speedup as speedup
 from tasks.workloads.protocol import Arrays
 
 STABLE = 0.05
 SETTLE_CALLS = 3
-MAX_POOL_BYTES = 256 << 20
+RETRIES = 2
+Disturbed = Callable[[], str | None]
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Latency of one engine's calls, in milliseconds per batch.
+class Window:
+    """The calls of one window, in milliseconds, and what disturbed it."""
 
-    `medians` holds one median a round, paired by round with the other engines' of the same
-    measurement. A percentile is None where there are too few samples for it.
+    samples: list[float]
+    disturbed: str | None
+
+
+def interleave(
+    sessions: Mapping[str, Session],
+    inputs: Arrays,
+    params: BenchmarkParams,
+    *,
+    family: int = 1,
+    fastest: bool = False,
+    disturbed: Disturbed | None = None,
+) -> dict[str, Timing]:
+    """Time every session once in each round, in an order drawn anew for each round, until it may stop.
+
+    See `Measurement` for the arguments. Raises Fault if the device's clock is asked for and a session has none.
     """
-
-    batch: int
-    p50: float | None
-    p90: float | None
-    p99: float | None
-    mean: float
-    n: int
-    throughput_per_s: float
-    warm: bool
-    medians: tuple[float, ...]
+    measured = Measurement(sessions, inputs, params, family=family, fastest=fastest, disturbed=disturbed)
+    measured.run()
+    return measured.timings()
 
 
-def inputs_of(specs: Sequence[TensorSpec], samples: Arrays, length: int | None) -> Arrays:
-    """The samples' inputs [n, …], cut to `length` along a dynamic axis; contiguous."""
-    return {
-        spec.name: np.ascontiguousarray(
-            samples[spec.name][tuple(slice(length) if isinstance(d, str) else slice(None) for d in spec.shape)]
-        )
-        for spec in specs
-    }
-
-
-def interleave(sessions: Mapping[str, Session], inputs: Arrays, params: BenchmarkParams) -> dict[str, Timing]:
-    """Time every session once in each round, in an order drawn anew for each round.
+class Measurement:
+    """Engines being timed against each other: `run`, or `warm_up` and `round` until `done`; then `timings`.
 
     `inputs` [n, …] are cut into batches of `params.batch` and repeated until they outgrow
-    the last-level cache, so that no engine reads its input from there. Each call is timed
-    from the host, with the session's `synchronize`.
+    the last-level cache, so that no engine reads its input from there; a list is taken as such batches.
+    `family` is the number of speed-ups that this one is judged together with. With `fastest`, others are told apart
+    from the fastest instead of the first. `disturbed` is called at a window's start and end, and says then what
+    disturbed it, beside other processes.
+    Raises Fault for sessions that can't be timed as asked.
     """
-    rng = np.random.default_rng(params.seed)
-    pool = make_pool(inputs, params.batch, 2 * last_level_cache_bytes())
-    turn = dict.fromkeys(sessions, 0)
 
-    def call(name: str) -> float:
-        session, batch = sessions[name], pool[turn[name] % len(pool)]
-        turn[name] += 1
-        start = time.perf_counter_ns()
-        session.run(batch)
-        session.synchronize()
-        return (time.perf_counter_ns() - start) / 1e6
+    def __init__(
+        self,
+        sessions: Mapping[str, Session],
+        inputs: Arrays | list[Arrays],
+        params: BenchmarkParams,
+        *,
+        family: int = 1,
+        fastest: bool = False,
+        disturbed: Disturbed | None = None,
+    ) -> None:
+        _check(sessions, params.clock)
+        self.sessions, self.params, self.family, self.fastest = sessions, params, family, fastest
+        many = 2 * last_level_cache_bytes()
+        self.pool = inputs if isinstance(inputs, list) else make_pool(inputs, params.batch, many)
+        self.watches: list[Disturbed] = [Host(params.max_lost), *([disturbed] if disturbed else [])]
+        self.rounds: list[dict[str, Window]] = []
+        self.discarded: dict[str, Counter[str]] = {name: Counter() for name in sessions}
+        self.warm: dict[str, bool] = {}
+        self.looks: list[int] = []
+        self._rng, self._turn = np.random.default_rng(params.seed), dict.fromkeys(sessions, 0)
+        self._began = time.perf_counter()
 
-    def window(name: str) -> list[float]:
+    def warm_up(self) -> None:
+        """Run every engine until two windows in a row agree within 5 %, for ten times the warm-up at most."""
+        self.warm = {name: self._warm_up(name) for name in self.sessions}
+        self._began = time.perf_counter()
+
+    def run(self, tell: bool = True) -> None:
+        """Warm up, and make rounds until it may stop; `tell` prints how far it is, every fifth."""
+        self.warm_up()
+        while not self.done():
+            self.round()
+            if tell and len(self.rounds) % 5 == 0:
+                thrown = sum(counted.total() for counted in self.discarded.values())
+                told = f", {thrown} windows thrown away" if thrown else ""
+                of = f"{self.params.rounds} to {self.params.max_rounds}"
+                print(f"round {len(self.rounds)} of {of}{told}", flush=True)
+
+    def round(self) -> None:
+        """One window of every engine, in an order drawn anew; a disturbed one is thrown away and made again, twice."""
+        found = {str(name): self._undisturbed(str(name)) for name in self._rng.permutation(list(self.sessions))}
+        self.rounds.append(found)
+
+    def done(self) -> bool:
+        """Whether to stop: the answer is clear and narrow, or the rounds or the time are used up."""
+        params, n, late = self.params, len(self._clean()), self._late()
+        horizon = max(params.rounds, params.max_rounds)
+        if n >= horizon or len(self.rounds) >= 2 * horizon:
+            return True
+        if late and (n >= params.rounds or len(self.rounds) >= 2 * params.rounds):
+            return True
+        if n >= params.rounds and (n - params.rounds) % sequential.LOOK_EVERY == 0 and n not in self.looks:
+            self.looks.append(n)
+            return self._settled(n)
+        return False
+
+    def timings(self) -> dict[str, Timing]:
+        """What was found so far; Fault before two rounds are done."""
+        kept = self._kept()
+        if len(kept) < 2:
+            raise Fault("nothing was timed", got=f"{len(kept)} rounds", expected="at least 2", do="give it more time")
+        return {name: self._timing(name, kept) for name in self.sessions}
+
+    def _late(self) -> bool:
+        return time.perf_counter() - self._began > self.params.budget_s * max(1, len(self.sessions) - 1)
+
+    def _clean(self) -> list[dict[str, Window]]:
+        return [r for r in self.rounds if not any(window.disturbed for window in r.values())]
+
+    def _kept(self) -> list[dict[str, Window]]:
+        """The undisturbed rounds; all, if they are too few."""
+        clean = self._clean()
+        return clean if len(clean) >= self.params.rounds else self.rounds
+
+    def _window(self, name: str) -> Window:
+        spun = settle()
+        for watch in self.watches:
+            watch()
         for _ in range(SETTLE_CALLS):
-            if call(name) > params.window_ms:
+            if self._call(name) > self.params.window_ms:
                 break
         samples: list[float] = []
-        end = time.perf_counter() + params.window_ms / 1e3
+        end = time.perf_counter() + self.params.window_ms / 1e3
         while time.perf_counter() < end or not samples:
-            samples.append(call(name))
-        return samples
+            samples.append(self._call(name))
+        told = [reason for watch in self.watches if (reason := watch())]
+        return Window(samples, spun or next(iter(told), None))
 
-    warm = {name: _warm_up(partial(window, name), params) for name in sessions}
-    rounds: dict[str, list[list[float]]] = {name: [] for name in sessions}
-    for done in range(1, max(params.rounds, params.max_rounds) + 1):
-        for name in rng.permutation(list(sessions)):
-            rounds[str(name)].append(window(str(name)))
-        if done % 5 == 0:
-            print(f"round {done} of {params.rounds} to {params.max_rounds}", flush=True)
-        if done >= params.rounds and _agreed(rounds, params):
-            break
-    return {name: _timing(rounds[name], params.batch, warm[name]) for name in sessions}
+    def _undisturbed(self, name: str) -> Window:
+        window = self._window(name)
+        for _ in range(RETRIES):
+            if not window.disturbed or self._late():
+                break
+            self.discarded[name][window.disturbed] += 1
+            window = self._window(name)
+        if window.disturbed:
+            self.discarded[name][window.disturbed] += 1
+        return window
+
+    def _call(self, name: str) -> float:
+        batch = self.pool[self._turn[name] % len(self.pool)]
+        self._turn[name] += 1
+        return timed_call(self.sessions[name], batch, self.params.clock)
+
+    def _warm_up(self, name: str) -> bool:
+        start, last = time.perf_counter(), float("inf")
+        while (elapsed := (time.perf_counter() - start) * 1e3) < 10 * self.params.warmup_ms:
+            median = float(np.median(self._window(name).samples))
+            if elapsed >= self.params.warmup_ms and abs(median - last) <= STABLE * median:
+                return True
+            last = median
+        return False
+
+    def _settled(self, n: int) -> bool:
+        """Whether every ratio is known within `max_width`, and lies on one side of 1 as surely as the looks ask for."""
+        params, clean = self.params, self._clean()
+        medians = {name: np.array([np.median(r[name].samples) for r in clean]) for name in self.sessions}
+        names = sorted(medians, key=lambda name: float(np.median(medians[name]))) if self.fastest else list(medians)
+        horizon = max(params.rounds, params.max_rounds)
+        sure = sequential.confidence_at(self.looks, horizon, params.confidence, self.family)
+        for name in names[1:]:
+            if relative_width(ratio(medians[names[0]], medians[name], params.confidence)) > params.max_width:
+                return False
+            if not sequential.clear(ratio(medians[names[0]], medians[name], sure), n, sure):
+                return False
+        return True
+
+    def _timing(self, name: str, kept: list[dict[str, Window]]) -> Timing:
+        params, n = self.params, len(kept)
+        samples = np.concatenate([r[name].samples for r in kept])
+        mean, single = float(samples.mean()), params.clock == "host"
+        clean = len(self._clean())
+        reasons = sorted({reason for counted in self.discarded.values() for reason in counted})
+        told = f"only {clean} of {len(self.rounds)} rounds were undisturbed: {', '.join(reasons)}"
+        return Timing(
+            batch=params.batch,
+            clock=params.clock,
+            p50=percentile(samples, 50),
+            p90=percentile(samples, 90) if single else None,
+            p99=percentile(samples, 99) if single else None,
+            mean=mean,
+            n=len(samples),
+            throughput_per_s=params.batch / mean * 1e3,
+            warm=self.warm.get(name, False),
+            medians=tuple(float(np.median(r[name].samples)) for r in kept),
+            looks=(*(look for look in self.looks if look < n), n),
+            horizon=max(params.rounds, params.max_rounds),
+            discarded=dict(self.discarded[name]),
+            busy=told if clean < n else None,
+        )
 
 
-def speedup(timings: Mapping[str, Timing], name: str, versus: str, confidence: float) -> Interval:
-    """How many times faster `name` is than `versus`, paired by round."""
-    return ratio(np.array(timings[versus].medians), np.array(timings[name].medians), confidence)
-
-
-def make_pool(inputs: Arrays, batch: int, min_bytes: int) -> list[Arrays]:
-    """Batches of exactly `batch` samples, each with memory of its own, of `min_bytes` in all.
-
-    Capped at 256 MiB. Samples repeat when there are too few of them.
-    """
-    n = len(next(iter(inputs.values())))
-    sample_bytes = sum(v[:1].nbytes for v in inputs.values())
-    count = max(4, min(min_bytes, MAX_POOL_BYTES) // max(1, sample_bytes * batch) + 1)
-    repeated = {k: v[np.arange(count * batch) % n] for k, v in inputs.items()}
-    return [{k: v[i : i + batch] for k, v in repeated.items()} for i in range(0, count * batch, batch)]
-
-
-def load_average() -> float:
-    """Processes that want a core, averaged over the last minute."""
-    return os.getloadavg()[0]
-
-
-def _warm_up(window: Callable[[], list[float]], params: BenchmarkParams) -> bool:
-    """Run windows until two in a row agree within 5 %; False if ten times the warm-up didn't do."""
-    start, last = time.perf_counter(), float("inf")
-    while (elapsed := (time.perf_counter() - start) * 1e3) < 10 * params.warmup_ms:
-        median = float(np.median(window()))
-        if elapsed >= params.warmup_ms and abs(median - last) <= STABLE * median:
-            return True
-        last = median
-    return False
-
-
-def _agreed(rounds: Mapping[str, list[list[float]]], params: BenchmarkParams) -> bool:
-    """Whether every ratio to the first engine is known within `params.max_width`.
-
-    The rule looks at the width alone and never at the ratio, so that stopping doesn't favour
-    an outcome.
-    """
-    medians = [np.array([np.median(r) for r in rounds[name]]) for name in rounds]
-    return all(relative_width(ratio(medians[0], m, params.confidence)) <= params.max_width for m in medians[1:])
-
-
-def relative_width(interval: Interval) -> float:
-    """An interval's width over its value."""
-    return (interval.high - interval.low) / interval.value
-
-
-def _timing(rounds: list[list[float]], batch: int, warm: bool) -> Timing:
-    samples = np.concatenate([np.array(r) for r in rounds])
-    mean = float(samples.mean())
-    return Timing(
-        batch=batch,
-        p50=percentile(samples, 50),
-        p90=percentile(samples, 90),
-        p99=percentile(samples, 99),
-        mean=mean,
-        n=len(samples),
-        throughput_per_s=batch / mean * 1e3,
-        warm=warm,
-        medians=tuple(float(np.median(r)) for r in rounds),
-    )
+def _check(sessions: Mapping[str, Session], clock: str) -> None:
+    """Raise Fault if there is nothing to time, a session can't be synchronized, or one has not the clock asked for."""
+    if not sessions:
+        raise Fault("nothing to time", got="no engine", expected="at least one", do="name one")
+    needed = "device_ms" if clock == "device" else "synchronize"
+    without = [name for name, session in sessions.items() if not callable(getattr(session, needed, None))]
+    if without and clock == "device":
+        raise Fault(
+            "benchmark.clock: device needs engines that run on a GPU",
+            got=f"{', '.join(without)} on the CPU",
+            expected="device: cuda for every engine of the comparison",
+            do="set benchmark.clock to host, or build them for CUDA",
+        )
+    if without:
+        raise Fault(
+            "an engine that can't be synchronized can't be timed",
+            got=f"no synchronize of {', '.join(without)}",
+            expected="a session whose synchronize returns when all that was started is done",
+            do="give its backend's session that method",
+        )

@@ -9,24 +9,31 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasks.benchmark import benchmark, unstable
+from tasks.benchmark import benchmark, each_batch, unstable
 from tasks.errors import Fault
 from tasks.files import read_json, sha256
 from tasks.measure import Timing
 from tasks.settings import BenchmarkParams
-from tasks.stats import Interval, ratio
+from tasks.stats import ratio
 from tasks.target import fingerprint
 
-TIMING = Timing(1, 1.0, None, None, 1.0, 30, 1000.0, True, (1.0, 1.0))
+TIMING = Timing(1, "host", 1.0, None, None, 1.0, 30, 1000.0, True, (1.0,) * 12, (12,), 12)
 
 
 def test_the_speedup_can_be_computed_again_from_the_report(line: Path) -> None:
     report = read_json(line / "results/benchmark/base-ort.json")
     mine, other = report["timing"]["medians"], report["baseline"]["medians"]
-    again = ratio(np.array(other), np.array(mine), 0.95)
+    again = ratio(np.array(other), np.array(mine), report["confidence"])
     assert report["speedup"] == {"value": again.value, "low": again.low, "high": again.high}
     assert len(mine) == len(other) == 8
     assert report["versus"] == "base-eager"
+
+
+def test_the_interval_is_as_sure_as_four_engines_together_have_to_be(line: Path) -> None:
+    report = read_json(line / "results/benchmark/base-ort.json")
+    assert report["confidence"] == pytest.approx(1 - 0.05 / 4)
+    assert report["timing"]["looks"] == [8]
+    assert report["timing"]["horizon"] == 8
 
 
 def test_the_report_names_both_engines_by_digest(line: Path, artifact: Any) -> None:
@@ -42,7 +49,7 @@ def test_the_report_names_the_machine(line: Path, name: str) -> None:
 
 
 def test_the_baseline_against_itself_is_near_one(artifact: Any, data_folder: Path) -> None:
-    params = BenchmarkParams(rounds=12, max_rounds=12, window_ms=10, warmup_ms=20, max_width=0.9)
+    params = BenchmarkParams(rounds=12, max_rounds=12, window_ms=10, warmup_ms=20, max_width=0.9, max_lost=1000)
     gain = benchmark(artifact("base-eager"), artifact("base-eager"), data_folder, params).speedup
     assert gain is not None
     assert 0.7 < gain.value < 1.4
@@ -64,22 +71,43 @@ def test_a_baseline_that_cannot_run_here_is_a_fault_of_the_baseline(
     assert str(caught.value.got).startswith("built, not run here")
 
 
+def wavering(ms: float, spread: float) -> tuple[float, ...]:
+    """Twelve medians, half of them above and half below."""
+    return tuple(ms * (1 + spread * (-1) ** i * (i + 1) / 12) for i in range(12))
+
+
 @pytest.mark.parametrize(
-    ("interval", "cold", "reason"),
+    ("spread", "cold", "reason"),
     [
-        (Interval(2.0, 1.95, 2.04), (), None),
-        (Interval(2.0, 1.5, 2.5), (), "the speed-up's interval is 50.0% wide, at most 10% is allowed"),
-        (Interval(2.0, 1.95, 2.04), ("engine",), "the engine's latency did not settle during warm-up"),
-        (Interval(2.0, 1.95, 2.04), ("baseline",), "the baseline's latency did not settle during warm-up"),
-        (
-            Interval(2.0, 1.95, 2.04),
-            ("engine", "baseline"),
-            "the engine's and the baseline's latency did not settle during warm-up",
-        ),
+        (0.01, (), None),
+        (0.6, (), "the speed-up's interval is "),
+        (0.01, ("engine",), "the engine's latency did not settle during warm-up"),
+        (0.01, ("baseline",), "the baseline's latency did not settle during warm-up"),
+        (0.01, ("engine", "baseline"), "the engine's and the baseline's latency did not settle during warm-up"),
     ],
 )
-def test_a_measurement_that_cannot_be_used_says_why(
-    interval: Interval, cold: tuple[str, ...], reason: str | None
-) -> None:
-    timings = {who: replace(TIMING, warm=who not in cold) for who in ("engine", "baseline")}
-    assert unstable(interval, timings, BenchmarkParams()) == reason
+def test_a_measurement_that_cannot_be_used_says_why(spread: float, cold: tuple[str, ...], reason: str | None) -> None:
+    timings = {
+        who: replace(TIMING, warm=who not in cold, medians=wavering(1.0, spread if who == "engine" else 0))
+        for who in ("engine", "baseline")
+    }
+    told = unstable(timings, BenchmarkParams())
+    assert told == reason or (spread > 0.5 and told and told.endswith("wide, at most 10% is allowed"))
+
+
+def test_disturbed_rounds_are_no_measurement() -> None:
+    busy = "only 3 of 20 rounds were undisturbed: other processes took its cores"
+    assert unstable({"engine": TIMING, "baseline": replace(TIMING, busy=busy)}, BenchmarkParams()) == busy
+
+
+def test_too_few_rounds_for_so_many_engines_are_no_measurement(artifact: Any, data_folder: Path) -> None:
+    params = BenchmarkParams(rounds=8, max_rounds=8, window_ms=2, warmup_ms=20, max_width=0.99, max_lost=1000)
+    report = benchmark(artifact("base-ort"), artifact("base-eager"), data_folder, params, family=20)
+    assert report.unstable is not None
+    assert "8 rounds can't give an interval of confidence 99.750%" in report.unstable or "settle" in report.unstable
+
+
+def test_other_batches_get_half_the_rounds_and_half_the_time() -> None:
+    first, other = each_batch(BenchmarkParams(rounds=20, max_rounds=60, budget_s=8, also=(32,)))
+    assert (first.batch, first.rounds, first.max_rounds, first.budget_s) == (1, 20, 60, 8)
+    assert (other.batch, other.rounds, other.max_rounds, other.budget_s) == (32, 10, 30, 4)

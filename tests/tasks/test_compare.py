@@ -34,7 +34,7 @@ def variant(name: str, accuracy: float, speed: float, width: float = 0.02, verdi
 def timing(ms: float, seed: int) -> Timing:
     """Twelve rounds with noise of 0.1 %."""
     medians = tuple(ms * np.random.default_rng(seed).normal(1, 1e-3, 12))
-    return Timing(1, ms, ms, None, ms, 600, 1e3 / ms, True, medians)
+    return Timing(1, "host", ms, ms, None, ms, 600, 1e3 / ms, True, medians, (12,), 12)
 
 
 def test_finalists_are_the_front_and_the_plain_engines(tree: Tree) -> None:
@@ -195,3 +195,75 @@ def test_no_result_of_the_baseline_promotes_nothing(tree: Tree, planted: Any, pr
     comparison = compare(tree, layout.DATA)
     assert comparison.winner is None
     assert {v["verdict"] for v in comparison.variants} <= {"failed", "rejected", "not_run"}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("batch", 32, "it was timed at batch 32, and benchmark.batch is 1: run `dvc repro`"),
+        ("clock", "device", "it was timed at clock device, and benchmark.clock is host: run `dvc repro`"),
+    ],
+)
+def test_what_was_timed_at_another_batch_or_clock_is_not_ranked(
+    tree: Tree, planted: Any, key: str, value: Any, told: str
+) -> None:
+    planted("base-ort", 9.0)
+    planted("slim-kd-ort", 2.0)
+    path = layout.report("benchmark", "base-ort")
+    raw = read_json(path)
+    for who in ("timing", "baseline"):
+        raw[who][key] = value
+    write_json(path, raw)
+    found = {v.name: v for v in judged_variants(tree)}
+    assert (found["base-ort"].verdict, found["base-ort"].reasons[0]) == ("failed", told)
+    assert compare(tree, layout.DATA).winner == "slim-kd-ort"
+
+
+def test_an_engine_timed_otherwise_than_the_baseline_beside_it_has_failed(tree: Tree, planted: Any) -> None:
+    planted("base-ort", 9.0)
+    path = layout.report("benchmark", "base-ort")
+    raw = read_json(path)
+    raw["baseline"]["batch"] = 32
+    write_json(path, raw)
+    found = {v.name: v for v in judged_variants(tree)}
+    assert found["base-ort"].verdict == "failed"
+    assert "weren't timed together" in found["base-ort"].reasons[0]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", ["medians", "p50", "throughput_per_s"])
+def test_a_number_that_is_not_finite_enters_no_ranking(tree: Tree, planted: Any, where: str, bad: float) -> None:
+    planted("base-ort", 9.0)
+    planted("slim-kd-ort", 2.0)
+    path = layout.report("benchmark", "base-ort")
+    raw = read_json(path)
+    raw["timing"][where] = [bad, *raw["timing"]["medians"][1:]] if where == "medians" else bad
+    path.write_text(json.dumps(raw))
+    found = {v.name: v for v in judged_variants(tree)}
+    assert found["base-ort"].verdict == "failed"
+    assert "finite" in found["base-ort"].reasons[0]
+    assert compare(tree, layout.DATA).winner == "slim-kd-ort"
+
+
+def test_scores_that_are_not_finite_enter_no_ranking(tree: Tree, planted: Any) -> None:
+    planted("base-ort", 9.0)
+    scores = read(layout.scores("base-ort"))["scores"]
+    scores[3] = np.nan
+    write(layout.scores("base-ort"), {"scores": scores})
+    found = {v.name: v for v in judged_variants(tree)}
+    assert (found["base-ort"].verdict, compare(tree, layout.DATA).winner) == ("failed", None)
+    assert "finite" in found["base-ort"].reasons[0]
+
+
+def test_more_engines_in_the_tree_ask_each_for_more(tree: Tree, planted: Any) -> None:
+    """A speed-up that four engines' intervals show, forty engines' don't: eight rounds can't."""
+    planted("base-ort", 4.0)
+    few = {v.name: v for v in judged_variants(tree)}["base-ort"]
+    raw = json.loads(layout.PARAMS.read_text())
+    raw["build"] |= {f"more-{i}": {"from": "base-onnx", "backend": "onnxruntime"} for i in range(36)}
+    layout.PARAMS.write_text(json.dumps(raw))
+    many = {v.name: v for v in judged_variants(load(layout.PARAMS))}["base-ort"]
+    assert few.verdict == "passed"
+    assert many.verdict == "unstable"
+    assert many.reasons[0].startswith("8 rounds can't give an interval of confidence 99.87")

@@ -1,0 +1,211 @@
+"""Compare engine folders directly, outside the pipeline: each against the first, in common rounds."""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from tasks import manifest, measure, sequential, target
+from tasks.data import read
+from tasks.disturbance import governor
+from tasks.engines.protocol import open_engine
+from tasks.errors import Fault
+from tasks.gates import shown
+from tasks.manifest import Manifest, TensorSpec
+from tasks.settings import BenchmarkParams
+from tasks.stats import Interval
+from tasks.timing import Timing
+from tasks.workloads.protocol import Arrays
+
+SAMPLES = 64
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The machine, and what else ran on it: the load average before and after."""
+
+    target_id: str
+    name: str
+    cores: int
+    system: str
+    python: str
+    governor: str | None
+    load_average: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One engine: its timing, and how many times the first one's speed it has."""
+
+    engine: str
+    backend: str
+    engine_sha256: str
+    timing: Timing
+    ratio: Interval | None
+    verdict: str
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    """Engines timed in common rounds; `confidence` is that of all ratios together.
+
+    `data` is "random", or the name of the file the inputs came from.
+    """
+
+    rows: list[Row]
+    batch: int
+    clock: str
+    data: str
+    confidence: float
+    interrupted: bool
+    environment: Environment
+
+
+def bench(folders: Sequence[Path], data: Path | None, params: BenchmarkParams) -> BenchReport:
+    """Time the engines in `folders` on the inputs of an .npz file, or on random ones.
+
+    An interruption (Ctrl-C) ends the rounds, and what was measured until then is returned. Raises Fault for engines
+    that don't take the same inputs, or not that batch, and for inputs that don't fit them; Unavailable for one that
+    can't run here.
+    """
+    names = _names(folders)
+    described = {name: manifest.read(folder) for name, folder in zip(names, folders, strict=True)}
+    _require_alike(described, params.batch)
+    first = described[names[0]]
+    inputs = measure.inputs_of(first.inputs, _inputs(first, data, params.length), params.length)
+    before, interrupted = measure.load_average(), False
+    with ExitStack() as stack:
+        sessions = {n: stack.enter_context(open_engine(f)) for n, f in zip(names, folders, strict=True)}
+        measured = measure.Measurement(sessions, inputs, params, family=max(1, len(names) - 1))
+        try:
+            measured.run()
+        except KeyboardInterrupt:
+            interrupted = True
+        timings = measured.timings()
+    rows = [_row(name, described[name], timings, names[0], params) for name in names]
+    source = data.name if data else "random"
+    around = environment((before, measure.load_average()))
+    return BenchReport(rows, params.batch, params.clock, source, params.confidence, interrupted, around)
+
+
+def environment(load: tuple[float, float]) -> Environment:
+    """This machine, with its load average before and after a measurement."""
+    here = target.fingerprint()
+    return Environment(here.id, here.name, here.cores, here.system, platform.python_version(), governor(), load)
+
+
+def show(report: BenchReport, console: Console) -> None:
+    """Print a report as a table, with its environment below."""
+    table = Table("engine", "backend", "p50 ms", "p90 ms", "p99 ms", "calls", "thrown away", "speed", "verdict")
+    for row in report.rows:
+        t = row.timing
+        cells = ("–" if value is None else f"{value:.4f}" for value in (t.p50, t.p90, t.p99))
+        gain = shown("speedup", row.ratio) if row.ratio else "1"
+        table.add_row(row.engine, row.backend, *cells, str(t.n), str(sum(t.discarded.values())), gain, row.verdict)
+    console.print(table)
+    e, rounds = report.environment, len(report.rows[0].timing.medians)
+    console.print(
+        f"batch {report.batch}, {report.data} inputs, the {report.clock}'s clock, {rounds} rounds"
+        f"{', interrupted' if report.interrupted else ''}; speed is the first engine's time over this one's, "
+        f"all intervals together at {report.confidence:.0%}",
+        f"{e.target_id} ({e.name}), {e.system}, Python {e.python}, governor {e.governor or 'unknown'}, "
+        f"load {e.load_average[0]:.2f} before, {e.load_average[1]:.2f} after",
+        sep="\n",
+        highlight=False,
+    )
+
+
+def random_inputs(described: Manifest, length: int | None, n: int = SAMPLES, seed: int = 0) -> Arrays:
+    """Random inputs [n, …] for an engine: normal floats, and integers 0 or 1, which any vocabulary has."""
+    rng = np.random.default_rng(seed)
+
+    def draw(spec: TensorSpec) -> np.ndarray:
+        sizes = [length or described.axes[d] if isinstance(d, str) else d for d in spec.shape[1:]]
+        shape = (n, *(size or 1 for size in sizes))
+        kind = manifest_type(spec.dtype)
+        return rng.integers(0, 2, shape).astype(kind) if kind.kind in "biu" else rng.normal(size=shape).astype(kind)
+
+    return {spec.name: draw(spec) for spec in described.inputs}
+
+
+def manifest_type(name: str) -> np.dtype[np.generic]:
+    """The NumPy type of a name in a manifest; bfloat16 and the like come from ml_dtypes."""
+    try:
+        return np.dtype(name)
+    except TypeError:
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, name))
+
+
+def _inputs(described: Manifest, data: Path | None, length: int | None) -> Arrays:
+    for axis, longest in described.axes.items():
+        if length is not None and length > longest:
+            raise _unfit(f"--length is longer than the engines' axis {axis}", length, f"at most {longest}", "lower it")
+    if data is None:
+        return random_inputs(described, length)
+    if not data.is_file():
+        raise _unfit(f"no data file {data}", "nothing there", "an .npz file of the inputs by name", "name another")
+    samples = read(data)
+    for spec in described.inputs:
+        found = samples.get(spec.name, np.zeros(0))
+        got = f"{found.dtype.name} {found.shape}" if spec.name in samples else f"{', '.join(samples) or 'nothing'}"
+        alike = found.dtype.name == spec.dtype and found.ndim == len(spec.shape)
+        if not alike or any(isinstance(d, int) and d != g for d, g in zip(spec.shape, found.shape, strict=True)):
+            expected = f"{spec.dtype} {spec.shape}, None being the number of samples"
+            raise _unfit(f"{data.name}: input {spec.name} doesn't fit", got, expected, "give the engines' own inputs")
+        if not len(found):
+            raise _unfit(f"{data.name}: input {spec.name} is empty", "0 samples", "at least one", "give some")
+    return samples
+
+
+def _require_alike(described: dict[str, Manifest], batch: int) -> None:
+    (first, reference), *others = described.items()
+    for name, other in others:
+        if sorted(map(str, other.inputs)) != sorted(map(str, reference.inputs)) or other.axes != reference.axes:
+            raise _unfit(
+                f"{name} and {first} don't take the same inputs",
+                f"{name}: {_told(other)}",
+                f"{first}: {_told(reference)}",
+                "compare engines of one workload only",
+            )
+    for name, one in described.items():
+        if batch > one.max_batch:
+            raise _unfit(f"{name} doesn't take that batch", batch, f"1 to {one.max_batch}", "lower --batch")
+
+
+def _told(described: Manifest) -> str:
+    return ", ".join(f"{i.name} {i.dtype} {i.shape}" for i in described.inputs)
+
+
+def _row(name: str, described: Manifest, timings: dict[str, Timing], first: str, params: BenchmarkParams) -> Row:
+    timing, family = timings[name], max(1, len(timings) - 1)
+    sure = measure.confidence_of(timing, params.confidence, family)
+    why = timing.busy or sequential.too_few(len(timing.medians), sure)
+    why = why or (None if timing.warm else "its latency did not settle during warm-up")
+    if name == first:
+        gain, verdict = None, f"unstable: {why}" if why else "the first"
+    else:
+        gain = measure.speedup(timings, name, first, params.confidence, family)
+        told = "faster" if gain.low > 1 else "slower" if gain.high < 1 else "not told apart"
+        verdict = f"unstable: {why}" if why else told
+    return Row(name, described.backend, described.engine_sha256, timing, gain, verdict)
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """The folders' names, or their paths where two have one name; the same folder twice is told by a number."""
+    counts = Counter(folder.name for folder in folders)
+    named = [folder.name if counts[folder.name] == 1 else folder.as_posix() for folder in folders]
+    return [f"{name} #{named[: i + 1].count(name)}" if named.count(name) > 1 else name for i, name in enumerate(named)]
+
+
+def _unfit(what: str, got: object, expected: str, do: str) -> Fault:
+    return Fault(what, got=got, expected=expected, do=do)

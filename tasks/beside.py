@@ -1,0 +1,150 @@
+"""Other timers beside ours, in one run: ONNX Runtime's profiler, torch.utils.benchmark, CUDA events by hand."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from tasks import manifest
+from tasks.disturbance import Host, settle
+from tasks.engines.protocol import DeviceSession, Session
+from tasks.planted import Profiled
+from tasks.stats import Interval, ratio
+from tasks.timing import DEVICE_CALLS, timed_call
+from tasks.workloads.protocol import Arrays
+
+WITHIN = 0.03
+MIN_ROUNDS, MAX_ROUNDS = 12, 60
+CALLS = 20
+MAX_LOST = 0.1
+
+Timer = Callable[[list[Arrays]], tuple[float, float]]
+PROFILER = "ONNX Runtime's profiler"
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Our milliseconds over another timer's, by round: the ratio with its interval, and its spread.
+
+    `low` and `high` are the 10th and 90th percentile of the rounds' ratios. `within` says whether the ratio is
+    within 3 % of 1. `thrown` counts the rounds that other processes disturbed.
+    """
+
+    timer: str
+    what: str
+    ours_ms: float
+    theirs_ms: float
+    ratio: Interval
+    low: float
+    high: float
+    rounds: int
+    thrown: int
+    within: bool
+
+
+def side_by_side(
+    folder: Path, open_session: Callable[[], Session], pool: list[Arrays], budget_s: float, scratch: Path
+) -> list[Beside]:
+    """Time one engine by us and by every other timer that this machine and engine allow, in interleaved rounds."""
+    described = manifest.read(folder, trusted=False)
+    timers: dict[str, tuple[str, Timer]] = {}
+    with open_session() as session:
+        profiled = None
+        if described.backend == "onnxruntime" and described.device == "cpu":
+            profiled = Profiled(folder, described, scratch / "profile")
+            timers[PROFILER] = ("its model_run of the same calls, median", _by_profile(profiled))
+        timers["torch.utils.benchmark"] = ("Timer.timeit of the same session, mean", _by_torch(session))
+        if hasattr(session, "device_ms"):
+            what = f"torch.cuda.Event around {DEVICE_CALLS} launches of the same session, median"
+            timers["CUDA events by hand"] = (what, _by_events(cast(DeviceSession, session)))
+        pairs, thrown = _rounds(timers, pool, budget_s)
+        if profiled:
+            runs = profiled.milliseconds()
+            pairs[PROFILER] = [(ours, _median(runs[int(at) : int(at) + CALLS])) for ours, at in pairs[PROFILER]]
+    return [_beside(name, what, pairs[name], thrown[name]) for name, (what, _) in timers.items()]
+
+
+def _rounds(
+    timers: dict[str, tuple[str, Timer]], pool: list[Arrays], budget_s: float
+) -> tuple[dict[str, list[tuple[float, float]]], dict[str, int]]:
+    """Our and their milliseconds of each round, timers in random order; disturbed ones are thrown away, up to half."""
+    rng, watch = np.random.default_rng(0), Host(MAX_LOST)
+    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in timers}
+    thrown, start, turn = dict.fromkeys(timers, 0), time.monotonic(), 0
+    for done in range(MAX_ROUNDS):
+        if done >= MIN_ROUNDS and time.monotonic() - start > budget_s:
+            break
+        for name in map(str, rng.permutation(list(timers))):
+            batches = [pool[(turn + i) % len(pool)] for i in range(CALLS)]
+            turn += CALLS
+            settle()
+            watch()
+            pair = timers[name][1](batches)
+            if watch() and thrown[name] < MIN_ROUNDS // 2:
+                thrown[name] += 1
+            else:
+                pairs[name].append(pair)
+    return pairs, thrown
+
+
+def _beside(name: str, what: str, pairs: list[tuple[float, float]], thrown: int) -> Beside:
+    ours, theirs = np.array(pairs).T
+    middle = ratio(ours, theirs, 0.95)
+    low, high = (float(v) for v in np.percentile(ours / theirs, (10, 90)))
+    within = abs(middle.value - 1) <= WITHIN
+    return Beside(name, what, _median(ours), _median(theirs), middle, low, high, len(pairs), thrown, within)
+
+
+def _by_profile(session: Profiled) -> Timer:
+    """Our median of a round's calls; theirs comes later, so the place of the first of them in the profile instead."""
+    ran = itertools.count(step=CALLS)
+
+    def timer(batches: list[Arrays]) -> tuple[float, float]:
+        return _median([timed_call(cast(Session, session), batch) for batch in batches]), float(next(ran))
+
+    return timer
+
+
+def _by_torch(session: Session) -> Timer:
+    from torch.utils.benchmark import Timer as TorchTimer
+
+    def timer(batches: list[Arrays]) -> tuple[float, float]:
+        names = {"session": session, "batches": itertools.cycle(batches)}
+        theirs = TorchTimer("session.run(next(batches)); session.synchronize()", globals=names)
+        taken = theirs.timeit(len(batches)).mean * 1e3
+        return float(np.mean([timed_call(session, batch) for batch in batches])), taken
+
+    return timer
+
+
+def _by_events(session: DeviceSession) -> Timer:
+    import torch
+
+    held = cast(Any, session)
+    stream = torch.cuda.ExternalStream(held.stream.handle)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def by_hand(batch: Arrays) -> float:
+        session.load(batch)
+        start.record(stream)
+        for _ in range(DEVICE_CALLS):
+            session.launch()
+        end.record(stream)
+        end.synchronize()
+        return float(start.elapsed_time(end)) / DEVICE_CALLS
+
+    def timer(batches: list[Arrays]) -> tuple[float, float]:
+        theirs = _median([by_hand(batch) for batch in batches])
+        return _median([timed_call(session, batch, "device") for batch in batches]), theirs
+
+    return timer
+
+
+def _median(values: Sequence[float] | np.ndarray) -> float:
+    return float(np.median(values))

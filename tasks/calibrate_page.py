@@ -1,0 +1,112 @@
+"""A calibration as a page of Markdown, with what it means."""
+
+from __future__ import annotations
+
+from tasks.beside import WITHIN, Beside
+from tasks.calibrate import PLANTED, SAME, Calibration, Tally
+
+ALLOWED = 0.05
+
+
+def page(found: Calibration) -> str:
+    """The report of a calibration."""
+    e = found.environment
+    lines = [
+        f"# Calibration of {e.target_id}",
+        "",
+        f"`python -m tasks calibrate`, {found.seconds / 60:.1f} minutes"
+        + (", interrupted: what was found until then." if found.interrupted else "."),
+        "",
+        "| | |",
+        "|---|---|",
+        f"| machine | {e.name}, {e.cores} cores for this process |",
+        f"| system | {e.system}, Python {e.python} |",
+        f"| frequency governor | {e.governor or 'not told by the system'} |",
+        f"| load average | {e.load_average[0]:.2f} before, {e.load_average[1]:.2f} after |",
+        f"| engine | {found.engine}, backend {found.backend} |",
+        "",
+        *_same(found),
+        *_power(found.power),
+        *_early(found),
+        *_beside(found.beside),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _same(found: Calibration) -> list[str]:
+    opened = "opened anew for each trial" if found.reopened else "opened twice, once for all trials"
+    lines = [
+        "## The same engine twice",
+        "",
+        f"The two are {opened}. Any verdict is a false one; at most {ALLOWED:.0%} may be, whatever the stopping rule "
+        f"did: {SAME.rounds} to {SAME.max_rounds} rounds, windows of {SAME.window_ms:g} ms.",
+        "",
+    ]
+    if found.same is None:
+        return [*lines, "Not reached.", ""]
+    told = "holds" if found.same.share.value <= ALLOWED else "DOES NOT HOLD"
+    return [*lines, *_table([found.same], "false verdicts"), "", f"At most {ALLOWED:.0%}: {told}.", ""]
+
+
+def _power(tallies: list[Tally]) -> list[str]:
+    lines = [
+        "## Planted differences",
+        "",
+        "One of the two waits, busily, for a known share of each call. The share of measurements that find it slower: "
+        f"{PLANTED.rounds} to {PLANTED.max_rounds} rounds, windows of {PLANTED.window_ms:g} ms, a third of a "
+        "benchmark's, so that a benchmark finds rather more.",
+        "",
+    ]
+    return [*lines, *(_table(tallies, "found") if tallies else ["Not reached."]), ""]
+
+
+def _table(tallies: list[Tally], verdict: str) -> list[str]:
+    head = (
+        f"| planted | trials | {verdict} | share, 95 % interval | median ratio | rounds, mean | windows thrown away |"
+    )
+    lines = [head, "|---|---|---|---|---|---|---|"]
+    for t in tallies:
+        of = f"{t.trials}" + (f" of {t.asked}, no time for more" if t.trials < t.asked else "")
+        busy = f", {t.busy} trials with disturbed ones left" if t.busy else ""
+        lines.append(
+            f"| {t.planted:.0%} | {of} | {t.verdicts} | {t.share.value:.1%} [{t.share.low:.1%}, {t.share.high:.1%}] "
+            f"| {t.ratio:.4f} | {t.rounds:.1f} | {t.discarded}{busy} |"
+        )
+    return lines
+
+
+def _early(found: Calibration) -> list[str]:
+    lines = ["## A runner that returns early", ""]
+    if found.early is None:
+        return [*lines, "Not reached.", ""]
+    e = found.early
+    told = "its true length" if abs(e.timed_ms / e.true_ms - 1) <= WITHIN else "NOT its true length"
+    return [
+        *lines,
+        f"It returns after {e.returned_ms:.4f} ms and is done after {e.true_ms:g} ms. "
+        f"Timed: {e.timed_ms:.4f} ms, {told}.",
+        "",
+    ]
+
+
+def _beside(rows: list[Beside]) -> list[str]:
+    lines = [
+        "## Other timers beside ours",
+        "",
+        "In one run, in interleaved rounds of 20 calls; ours over theirs, by round.",
+        "",
+    ]
+    if not rows:
+        return [*lines, "Not reached."]
+    lines += [
+        "| timer | what of it | ours, ms | theirs, ms | ratio, 95 % interval | 10 % to 90 % of rounds | rounds (thrown "
+        f"away) | within {WITHIN:.0%} |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for b in rows:
+        lines.append(
+            f"| {b.timer} | {b.what} | {b.ours_ms:.4f} | {b.theirs_ms:.4f} "
+            f"| {b.ratio.value:.4f} [{b.ratio.low:.4f}, {b.ratio.high:.4f}] | {b.low:.4f} to {b.high:.4f} "
+            f"| {b.rounds} ({b.thrown}) | {'yes' if b.within else 'NO'} |"
+        )
+    return lines

@@ -1,0 +1,123 @@
+"""Sessions of known behaviour, to calibrate the measurement with, and a tiny engine made on the spot."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from tasks import manifest
+from tasks.engines.protocol import Session
+from tasks.errors import Fault
+from tasks.manifest import Manifest, TensorSpec
+from tasks.settings import BuildParams
+from tasks.workloads.protocol import Arrays
+
+
+class Planted:
+    """What the sessions below have in common: they hold nothing that has to be closed."""
+
+    inputs: Sequence[TensorSpec] = ()
+    outputs: Sequence[TensorSpec] = ()
+    device = "cpu"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+
+class Slowed(Planted):
+    """A session whose calls take a known share longer: it waits, busily, after each. It doesn't own the session."""
+
+    def __init__(self, inner: Session, share: float) -> None:
+        self.inner, self.share = inner, share
+        self.inputs, self.outputs, self.device = inner.inputs, inner.outputs, inner.device
+
+    def run(self, batch: Arrays) -> Arrays:
+        start = time.perf_counter()
+        results = self.inner.run(batch)
+        self.inner.synchronize()
+        now = time.perf_counter()
+        end = now + self.share * (now - start)
+        while time.perf_counter() < end:
+            pass
+        return results
+
+    def synchronize(self) -> None:
+        self.inner.synchronize()
+
+
+class Early(Planted):
+    """A session whose `run` returns at once, and whose `synchronize` waits until its time is over."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self._end = seconds, 0.0
+
+    def run(self, batch: Arrays) -> Arrays:
+        self._end = time.perf_counter() + self.seconds
+        return {}
+
+    def synchronize(self) -> None:
+        while time.perf_counter() < self._end:
+            pass
+
+
+class Profiled(Planted):
+    """ONNX Runtime on the CPU with its profiler on, which times each run by itself, in C++."""
+
+    def __init__(self, folder: Path, described: Manifest, prefix: Path) -> None:
+        from tasks.engines import ort_start
+
+        if described.backend != "onnxruntime" or described.device != "cpu":
+            raise Fault("no profile", got=described.backend, expected="onnxruntime on the CPU", do="use another engine")
+        file = str(folder / described.engine_file)
+        self._session = ort_start.start(file, "cpu", described.threads, "disabled", profile=prefix)
+        self.inputs, self.outputs = described.inputs, described.outputs
+
+    def run(self, batch: Arrays) -> Arrays:
+        results = self._session.run(None, batch)
+        return dict(zip((o.name for o in self.outputs), results, strict=True))
+
+    def synchronize(self) -> None:
+        """CPU calls return when they are done."""
+
+    def milliseconds(self) -> list[float]:
+        """End the profile, and return what each run took by it, in order. It holds a million events at most."""
+        events: list[dict[str, Any]] = json.loads(Path(self._session.end_profiling()).read_text())
+        return [event["dur"] / 1e3 for event in events if event["name"] == "model_run"]
+
+
+def tiny_engine(folder: Path, width: int, layers: int) -> Path:
+    """Build an engine of `layers` matrix products [width, width] with ReLU, for ONNX Runtime on this CPU."""
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper
+
+    from tasks import onnx_file
+    from tasks.engines import onnxruntime
+
+    rng, nodes, weights, last = np.random.default_rng(0), [], [], "x"
+    for i in range(layers):
+        value = rng.normal(0, (2 / width) ** 0.5, (width, width)).astype(np.float32)
+        weights.append(numpy_helper.from_array(value, f"w{i}"))
+        nodes += [helper.make_node("MatMul", [last, f"w{i}"], [f"m{i}"])]
+        last = "y" if i == layers - 1 else f"r{i}"
+        nodes += [helper.make_node("Relu", [f"m{i}"], [last])]
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", width]) for name in ("x", "y")]
+    graph = helper.make_graph(nodes, "tiny", ends[:1], ends[1:], weights)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+    source, engine = folder / "source", folder / f"tiny-{width}x{layers}"
+    source.mkdir(exist_ok=True)
+    engine.mkdir()
+    onnx.save(model, source / onnx_file.FILE)
+    spec = BuildParams.model_validate({"from": "source", "backend": "onnxruntime"})
+    manifest.write(engine, onnxruntime.build(source, engine, spec).manifest)
+    return engine

@@ -1,0 +1,132 @@
+"""The timing of an engine's calls, what they are made on, and how two timings are compared."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+
+from tasks import sequential
+from tasks.engines.protocol import DeviceSession, Session
+from tasks.errors import Fault
+from tasks.manifest import TensorSpec
+from tasks.stats import Interval
+from tasks.workloads.protocol import Arrays
+
+DEVICE_CALLS = 10
+MAX_POOL_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Latency of one engine's calls, in milliseconds per batch.
+
+    `medians` holds one median a round, paired by round with the other engines' of the same
+    measurement. A percentile is None where there are too few samples for it, or where a sample is a mean of
+    several calls, as with the device's clock. `looks` are the numbers of rounds after which the measurement could
+    have stopped, up to its end, and `horizon` the most there could have been. `discarded` counts windows thrown
+    away, by reason; `busy` says that too many were, and that disturbed ones had to be used.
+    """
+
+    batch: int
+    clock: str
+    p50: float | None
+    p90: float | None
+    p99: float | None
+    mean: float
+    n: int
+    throughput_per_s: float
+    warm: bool
+    medians: tuple[float, ...]
+    looks: tuple[int, ...] = ()
+    horizon: int = 0
+    discarded: dict[str, int] = field(default_factory=dict)
+    busy: str | None = None
+
+
+def restored(raw: Mapping[str, Any]) -> Timing:
+    """A timing from its JSON form."""
+    return Timing(**{**raw, **{key: tuple(raw.get(key, ())) for key in ("medians", "looks")}})
+
+
+def inputs_of(specs: Sequence[TensorSpec], samples: Arrays, length: int | None) -> Arrays:
+    """The samples' inputs [n, …], cut to `length` along a dynamic axis; contiguous."""
+    return {
+        spec.name: np.ascontiguousarray(
+            samples[spec.name][tuple(slice(length) if isinstance(d, str) else slice(None) for d in spec.shape)]
+        )
+        for spec in specs
+    }
+
+
+def timed_call(session: Session, batch: Arrays, clock: str = "host") -> float:
+    """Milliseconds that one call takes.
+
+    By the host's clock, from NumPy arrays to NumPy arrays, until the session is synchronized; by the device's, the
+    GPU's own time of 10 launches on inputs that are already there, by call. Raises Fault for what is no time.
+    """
+    if clock == "device":
+        device = cast(DeviceSession, session)
+        device.load(batch)
+        taken = device.device_ms(DEVICE_CALLS)
+    else:
+        start = time.perf_counter_ns()
+        session.run(batch)
+        session.synchronize()
+        taken = (time.perf_counter_ns() - start) / 1e6
+    if not 0 < taken < math.inf:
+        raise Fault("a call's time is no number", got=taken, expected="milliseconds above 0", do="check the engine")
+    return taken
+
+
+def speedup(timings: Mapping[str, Timing], name: str, versus: str, confidence: float, family: int = 1) -> Interval:
+    """How many times faster `name` is than `versus`, paired by round.
+
+    The interval holds with `confidence` for the `family` of speed-ups judged together, whenever the measurement was
+    stopped. Raises Fault if the two aren't of one measurement: of other batches, clocks, rounds or looks.
+    """
+    fast, slow = timings[name], timings[versus]
+    for what in ("batch", "clock", "looks", "horizon"):
+        if getattr(fast, what) != getattr(slow, what):
+            raise _apart(name, versus, f"{what} {getattr(fast, what)}", f"{what} {getattr(slow, what)}")
+    if len(fast.medians) != len(slow.medians):
+        raise _apart(name, versus, f"{len(fast.medians)} rounds", f"{len(slow.medians)} rounds")
+    if not fast.medians:
+        raise Fault("nothing was timed", got="no rounds", expected="at least 2", do="run the benchmark again")
+    looks = fast.looks or (len(fast.medians),)
+    return sequential.speedup(slow.medians, fast.medians, looks, fast.horizon, confidence, family)
+
+
+def confidence_of(timing: Timing, confidence: float, family: int = 1) -> float:
+    """The confidence of the single interval that `speedup` gives: more than asked for, by the looks and the family."""
+    return sequential.confidence_at(timing.looks or (len(timing.medians),), timing.horizon, confidence, family)
+
+
+def make_pool(inputs: Arrays, batch: int, min_bytes: int) -> list[Arrays]:
+    """Batches of exactly `batch` samples, each with memory of its own, of `min_bytes` in all.
+
+    Capped at 256 MiB. Samples repeat when there are too few of them.
+    """
+    n = len(next(iter(inputs.values())))
+    sample_bytes = sum(v[:1].nbytes for v in inputs.values())
+    count = max(4, min(min_bytes, MAX_POOL_BYTES) // max(1, sample_bytes * batch) + 1)
+    repeated = {k: v[np.arange(count * batch) % n] for k, v in inputs.items()}
+    return [{k: v[i : i + batch] for k, v in repeated.items()} for i in range(0, count * batch, batch)]
+
+
+def relative_width(interval: Interval) -> float:
+    """An interval's width over its value."""
+    return (interval.high - interval.low) / interval.value
+
+
+def _apart(name: str, versus: str, got: str, expected: str) -> Fault:
+    return Fault(
+        f"{name} and {versus} weren't timed together",
+        got=got,
+        expected=f"{expected}, as {versus}",
+        do="compare timings of one measurement only",
+    )

@@ -1,0 +1,146 @@
+"""Engine folders compared directly."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from tasks import __main__ as command
+from tasks import manifest, measure
+from tasks.bench import bench, random_inputs, show
+from tasks.errors import Fault
+from tasks.files import read_json
+from tasks.planted import tiny_engine
+from tasks.settings import BenchmarkParams
+from tasks.target import fingerprint
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Engines of the same input, one four times as deep, and one of another input."""
+    made = {}
+    for name, width, layers in (("small", 64, 1), ("deep", 64, 40), ("wide", 128, 1)):
+        folder = tmp_path_factory.mktemp(name)
+        made[name] = tiny_engine(folder, width, layers).rename(folder / name)
+    return made
+
+
+@pytest.fixture
+def params() -> Any:
+    quick = {"rounds": 8, "max_rounds": 10, "window_ms": 3, "warmup_ms": 10, "max_lost": 1000}
+    return lambda **changes: BenchmarkParams.model_validate({**quick, **changes})
+
+
+def test_the_slower_engine_is_told_and_where_it_was_measured(engines: dict[str, Path], params: Any) -> None:
+    report = bench([engines["small"], engines["deep"]], None, params())
+    first, second = report.rows
+    assert (first.engine, first.ratio) == ("small", None)
+    assert second.engine == "deep"
+    assert second.ratio is not None
+    assert second.ratio.high < 1
+    assert second.verdict == "slower" or second.verdict.startswith("unstable")
+    assert (report.environment.target_id, report.interrupted, report.data) == (fingerprint().id, False, "random")
+
+
+def test_one_engine_alone_is_timed(engines: dict[str, Path], params: Any) -> None:
+    (row,) = bench([engines["small"]], None, params(batch=4)).rows
+    assert (row.timing.batch, row.ratio) == (4, None)
+
+
+def test_the_same_engine_twice_has_two_names(engines: dict[str, Path], params: Any) -> None:
+    path = engines["small"].as_posix()
+    assert [r.engine for r in bench([engines["small"]] * 2, None, params()).rows] == [f"{path} #1", f"{path} #2"]
+
+
+def test_engines_of_other_inputs_are_refused(engines: dict[str, Path], params: Any) -> None:
+    with pytest.raises(Fault, match="wide and small don't take the same inputs"):
+        bench([engines["small"], engines["wide"]], None, params())
+
+
+@pytest.mark.parametrize(
+    ("arrays", "fault"),
+    [
+        ({"x": np.zeros((5, 63), np.float32)}, "input x doesn't fit"),
+        ({"x": np.zeros((5, 64), np.float64)}, "input x doesn't fit"),
+        ({"y": np.zeros((5, 64), np.float32)}, "input x doesn't fit"),
+        ({"x": np.zeros((0, 64), np.float32)}, "input x is empty"),
+    ],
+    ids=["shape", "type", "name", "none"],
+)
+def test_data_that_does_not_fit_is_refused(
+    engines: dict[str, Path], params: Any, tmp_path: Path, arrays: dict[str, np.ndarray], fault: str
+) -> None:
+    np.savez(tmp_path / "own.npz", **arrays)
+    with pytest.raises(Fault, match=fault):
+        bench([engines["small"]], tmp_path / "own.npz", params())
+
+
+def test_data_that_is_not_there_and_batches_that_are_too_large_are_refused(
+    engines: dict[str, Path], params: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(Fault, match=r"no data file .*none\.npz"):
+        bench([engines["small"]], tmp_path / "none.npz", params())
+    with pytest.raises(Fault, match="small doesn't take that batch"):
+        bench([engines["small"]], None, params(batch=65))
+
+
+def test_an_interruption_keeps_what_was_measured(
+    engines: dict[str, Path], params: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    whole = measure.Measurement.round
+
+    def interrupted(self: measure.Measurement) -> None:
+        if len(self.rounds) == 3:
+            raise KeyboardInterrupt
+        whole(self)
+
+    monkeypatch.setattr(measure.Measurement, "round", interrupted)
+    report = bench([engines["small"], engines["deep"]], None, params())
+    assert report.interrupted
+    assert {len(row.timing.medians) for row in report.rows} == {3}
+    assert report.rows[1].verdict.startswith("unstable: 3 rounds can't give an interval")
+    show(report, Console(width=160))
+    assert "interrupted" in capsys.readouterr().out
+
+
+def test_random_inputs_have_the_engines_types_and_lengths(artifact: Any) -> None:
+    described = manifest.read(artifact("base-ort"))
+    drawn = random_inputs(described, None, n=5)
+    for spec in described.inputs:
+        assert drawn[spec.name].dtype.name == spec.dtype
+        assert drawn[spec.name].shape[0] == 5
+    text = manifest.TensorSpec("ids", "int64", (None, "length"))
+    drawn = random_inputs(manifest.Manifest(**{**vars(described), "inputs": (text,), "axes": {"length": 9}}), None)
+    assert drawn["ids"].shape == (64, 9)
+    assert set(np.unique(drawn["ids"])) == {0, 1}
+
+
+def test_the_command_prints_a_table_and_writes_json(
+    engines: dict[str, Path], tmp_path: Path, free_environment: None, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    out = tmp_path / "bench.json"
+    folders = [str(engines["small"]), str(engines["deep"])]
+    monkeypatch.setattr(sys, "argv", ["tasks", "bench", *folders, "--budget-s", "0.5", "--json", str(out)])
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit) as exited:
+        command.main()
+    printed = capsys.readouterr().out
+    assert not exited.value.code
+    assert all(word in printed for word in ("p99 ms", "small", "deep", fingerprint().id))
+    assert [row["engine"] for row in read_json(out)["rows"]] == ["small", "deep"]
+
+
+def test_the_command_refuses_another_clock(
+    engines: dict[str, Path], free_environment: None, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tasks", "bench", str(engines["small"]), "--clock", "wall"])
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit) as exited:
+        command.main()
+    assert exited.value.code == 2
+    assert "host or device" in capsys.readouterr().err

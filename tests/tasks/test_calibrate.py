@@ -1,0 +1,127 @@
+"""The calibration command finds what is planted, and says what it found."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks import __main__ as command
+from tasks import calibrate as module
+from tasks.beside import side_by_side
+from tasks.calibrate import Tally, Trials, calibrate, early, make_bed
+from tasks.calibrate_page import page
+from tasks.planted import tiny_engine
+from tasks.settings import BenchmarkParams
+from tasks.stats import Interval
+from tasks.target import fingerprint
+
+QUICK = BenchmarkParams(rounds=8, max_rounds=8, window_ms=3, warmup_ms=5, max_lost=1000)
+
+
+@pytest.fixture(scope="module")
+def bed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return make_bed(tiny_engine(tmp_path_factory.mktemp("tiny"), 128, 4), made=True)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rounds and short windows."""
+    monkeypatch.setattr(module, "SAME", QUICK)
+    monkeypatch.setattr(module, "PLANTED", QUICK)
+
+
+def test_a_planted_half_is_found_and_its_size_too(bed: Any) -> None:
+    said: list[str] = []
+    trials = Trials(0.5, 6, QUICK, 60.0)
+    trials.run(bed, said.append)
+    tally = trials.tally()
+    assert tally is not None
+    assert (tally.trials, tally.asked) == (6, 6)
+    assert tally.verdicts >= 4
+    assert tally.ratio == pytest.approx(1.5, rel=0.15)
+    assert said[0].startswith("slowed by 50%: 1 of 6, about ")
+
+
+def test_no_time_left_ends_the_trials_after_one(bed: Any) -> None:
+    trials = Trials(0.0, 50, QUICK, 0.0)
+    assert trials.tally() is None
+    trials.run(bed, lambda _: None)
+    tally = trials.tally()
+    assert tally is not None
+    assert (tally.trials, tally.asked) == (1, 50)
+
+
+def test_a_runner_that_returns_early_is_timed_at_its_true_length() -> None:
+    found = early(2.0, calls=40)
+    assert found.timed_ms >= 2.0
+    assert found.returned_ms < found.timed_ms / 4
+
+
+def test_other_timers_say_what_ours_says(tmp_path: Path) -> None:
+    """Of the same calls ours hold theirs, however busy the machine is; others may differ on a busy one."""
+    large = make_bed(tiny_engine(tmp_path, 512, 6), made=True)
+    found = side_by_side(large.folder, large.open, large.pool[:50], 0.5, tmp_path)
+    assert [row.timer for row in found] == ["ONNX Runtime's profiler", "torch.utils.benchmark"]
+    assert found[0].low > 0.99
+    assert found[0].ratio.value < 2
+    assert 0.2 < found[1].ratio.value < 5
+    for row in found:
+        assert row.rounds + row.thrown >= 12
+        assert row.low <= row.ratio.value <= row.high
+        assert row.within == (abs(row.ratio.value - 1) <= 0.03)
+
+
+def test_an_interruption_keeps_what_is_done(tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Trials._trial
+
+    def interrupted(self: Trials, *given: Any) -> None:
+        if self.planted == 0.05:
+            raise KeyboardInterrupt
+        whole(self, *given)
+
+    monkeypatch.setattr(Trials, "_trial", interrupted)
+    found = calibrate(2, 2, None, 4.0, tmp_path, lambda _: None)
+    assert found.interrupted
+    assert found.same is not None
+    assert [tally.planted for tally in found.power] == [0.02]
+    assert "interrupted: what was found until then" in page(found)
+
+
+TALLY = Tally(0.0, 200, 200, 6, Interval(0.03, 0.014, 0.064), 1.0, 58.0, 0, 12)
+
+
+def test_the_page_says_whether_the_limit_holds(tmp_path: Path, quick: None) -> None:
+    found = calibrate(1, 1, None, 2.0, tmp_path, lambda _: None)
+    text = page(replace(found, same=TALLY))
+    assert text.startswith(f"# Calibration of {fingerprint().id}\n")
+    assert "| 0% | 200 | 6 | 3.0% [1.4%, 6.4%] | 1.0000 | 58.0 | 12 |" in text
+    assert "At most 5%: holds." in text
+    assert str(tmp_path) not in text
+    many = replace(TALLY, verdicts=20, share=Interval(0.1, 0.07, 0.15), trials=150)
+    assert "At most 5%: DOES NOT HOLD." in page(replace(found, same=many))
+    assert "150 of 200, no time for more" in page(replace(found, same=many))
+
+
+def test_what_was_not_reached_is_said(tmp_path: Path, quick: None) -> None:
+    bare = calibrate(1, 1, None, 0.1, tmp_path, lambda _: None)
+    text = page(replace(bare, same=None, power=[], early=None, beside=[], interrupted=True))
+    assert text.count("Not reached.") == 4
+
+
+def test_the_command_writes_its_page(
+    tmp_path: Path, quick: None, free_environment: None, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    out = tmp_path / "page.md"
+    asked = ["--trials", "1", "--planted", "1", "--budget-s", "1", "--write", str(out)]
+    monkeypatch.setattr(sys, "argv", ["tasks", "calibrate", *asked])
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit) as exited:
+        command.main()
+    printed = capsys.readouterr()
+    assert not exited.value.code
+    assert printed.out == out.read_text()
+    assert printed.err.startswith("other timers beside ours\n")
