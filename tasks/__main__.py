@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tasks import layout, machine, params, target
+from tasks import commands, layout, machine, params, signing, target
 from tasks.errors import Fault, Unavailable
 from tasks.files import read_json, write_json
 from tasks.settings import MODEL_STEPS, SECTIONS
@@ -86,6 +86,7 @@ def arguments(step: str, name: str | None, tree: params.Tree) -> dict[str, Any]:
         "baseline": lambda: layout.artifact(tree.params.baseline),
         "workload": lambda: Path(tree.params.workload),
         "data": lambda: layout.DATA,
+        "family": lambda: max(1, len(tree.engines) - 1),
     }
 
 
@@ -132,7 +133,7 @@ HELP = {
     "distill": "Distil a teacher into a student.",
     "qat": "Train on with fake-quantised weights and activations.",
     "export": "Export to ONNX and prove it equal.",
-    "quantize": "Quantise to INT8 with Q/DQ nodes.",
+    "quantize": "Make a numeric format explicit in the ONNX file.",
     "build": "Build an engine and prove that it opens.",
     "evaluate": "Accuracy of a built engine on the test split.",
     "benchmark": "Time a built engine against the baseline.",
@@ -144,6 +145,12 @@ HELP = {
 for _step, _help in HELP.items():
     _make = _nameless if _step in (*FAN_IN, "data") else _named
     app.command(_step, help=_help)(_make(_step))
+
+
+app.command("sign")(signing.sign_command)
+app.command("verify")(signing.verify_command)
+app.command("bench")(commands.bench)
+app.command("calibrate")(commands.calibrate)
 
 
 @app.command("target")
@@ -192,6 +199,21 @@ def account_command(name: Name) -> None:
     table.show_account(
         name, account.account(layout.artifact(name)), Console(width=None if sys.stdout.isatty() else 120)
     )
+
+
+@app.command("trtexec")
+def trtexec_command(
+    name: Name,
+    release: Annotated[int | None, typer.Option(help="TensorRT's: 10 or 11; that on the PATH, else 11.")] = None,
+    execute: Annotated[bool, typer.Option("--run", help="Run it, and tell what was built and measured.")] = False,
+) -> None:
+    """The trtexec command line of a build from ONNX; with --run, run it."""
+    from tasks.engines import trtexec
+
+    tree = params.load(layout.PARAMS, models=False)
+    spec = tree.params.build[_known("build", name, tree)]
+    with _machine("benchmark") if execute else nullcontext():
+        trtexec.route(name, spec, tree.params.benchmark, release, execute)
 
 
 @app.command()
