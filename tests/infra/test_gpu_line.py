@@ -2,30 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+
+from tasks import layout, params
 
 ROOT = Path(__file__).resolve().parents[2]
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def shorten(params: dict[str, Any]) -> None:
+def shorten(raw: dict[str, Any]) -> None:
     """A model, an engine, and an artifact that can't be made, with one that would need it."""
     for section in ("distill", "export", "quantize"):
-        del params[section]
-    params["train"]["base"]["epochs"] = 1
-    params["prune"] = {"stuck": {"from": "base", "ratio": 0.01, "round_to": 4, "epochs": 0}}
-    params["build"] = {
+        del raw[section]
+    raw["train"]["base"]["epochs"] = 1
+    raw["prune"] = {"stuck": {"from": "base", "ratio": 0.01, "round_to": 4, "epochs": 0}}
+    raw["build"] = {
         "base-eager": {"from": "base", "backend": "eager"},
         "stuck-eager": {"from": "stuck", "backend": "eager"},
     }
+
+
+def load() -> ModuleType:
+    """The script as a module."""
+    loader = SourceFileLoader("gpu_line", str(ROOT / "infra/gpu/line"))
+    module = module_from_spec(spec_from_loader("gpu_line", loader))  # type: ignore[arg-type]
+    sys.modules["gpu_line"] = module
+    loader.exec_module(module)
+    return module
+
+
+def tree() -> params.Tree:
+    return params.load(layout.PARAMS, models=False)
 
 
 def test_the_line_runs_skips_what_is_done_and_tells_what_failed(
@@ -54,11 +73,14 @@ def test_the_line_runs_skips_what_is_done_and_tells_what_failed(
     assert "base-eager" in (project / "out/table.md").read_text()
     with tarfile.open(project / "out/reports.tar.gz") as archive:
         assert {"results/train/base.json", ".enginesmith/logs/train.base.log"} <= set(archive.getnames())
-    edit(project, lambda p: p["build"].pop("stuck-eager"))
-    edit(project, lambda p: p.pop("prune"))
-    again = command(project, *line)
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert "train@base" not in again.stdout and "benchmark@base-eager" in again.stdout
+    script = load()
+    with contextlib.chdir(project):
+        again = script.Line(2)
+        again.all({stage: job for stage, job in script.jobs(tree()).items() if "stuck" not in stage})
+        assert not again.seconds and set(again.ended.values()) == {None}, "all of it was done"
+        edit(project, lambda p: p["train"]["base"].update(lr=2e-2))
+        changed = {stage for stage, job in script.jobs(tree()).items() if again.stamps.get(stage) != job.digest}
+    assert changed == {stage for stage in ended if "@" in stage and "benchmark" not in stage}
 
 
 def test_a_folder_without_params_is_refused(command: Run, tmp_path: Path) -> None:
