@@ -46,6 +46,16 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
+@pytest.fixture(autouse=True)
+def real_gpu(request: pytest.FixtureRequest) -> None:
+    """Tests with the mark `gpu` are skipped where there is none."""
+    if request.node.get_closest_marker("gpu"):
+        from tasks import target
+
+        if target.fingerprint().gpu_name is None:
+            pytest.skip("no NVIDIA GPU here")
+
+
 def run(folder: Path, *command: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
     """Run a command in a project folder; `python` is this interpreter."""
     return subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=timeout)

@@ -1,60 +1,76 @@
-"""ONNX Runtime on the CPU. The engine is the graph after its optimiser, saved."""
+"""ONNX Runtime on the CPU and on CUDA. The engine is the graph after its optimiser, saved.
+
+On CUDA a graph of which a few nodes, of shapes say, have to run on the CPU isn't saved so, but as it came; it is
+then optimised as it is opened, as is one that can't be read back.
+"""
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
+import numpy as np
 import onnx
 import onnxruntime as ort
 
-from tasks import onnx_file, target
-from tasks.engines.protocol import check_batch
-from tasks.errors import Fault, Unavailable
+from tasks import layers, onnx_file, proof, target
+from tasks.engines import ort_layers
+from tasks.engines.ort_start import SPLIT, need_cuda, own, refused, start
+from tasks.engines.protocol import Built, Session, check_batch, imported
+from tasks.errors import Fault
 from tasks.files import sha256
-from tasks.manifest import Manifest, TensorSpec, dynamic, require
+from tasks.manifest import Layer, Manifest, TensorSpec, dynamic, gpu_here, require, require_gpu
 from tasks.settings import BuildParams
 from tasks.workloads.protocol import Arrays
 
-PROVIDER = "CPUExecutionProvider"
 FILE = "engine.onnx"
+# NumPy's names of the types that differ from ONNX Runtime's.
+TYPES = {"float": "float32", "double": "float64", "string": "object"}
 
 
-def build(source: Path, folder: Path, spec: BuildParams) -> Manifest:
-    """Optimise `source/model.onnx` at the highest level, for this CPU, and save the graph with its weights.
+def build(source: Path, folder: Path, spec: BuildParams) -> Built:
+    """Optimise `source/model.onnx` for this machine's CPU or GPU, and save the graph with its weights.
 
-    Raises Fault for a model that is too large for one file, or that ONNX Runtime can't build.
+    Raises Fault for a model that is too large for one file, that ONNX Runtime can't build (naming node and operator),
+    or of which CUDA can't run a product; Unavailable for CUDA without a GPU, or without its provider.
     """
     model = onnx_file.load(source)
     whole = onnx_file.serialized(model, source.name)
-    options = _options(spec.threads)
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
-    options.optimized_model_filepath = str(folder / FILE)
-    try:
-        session = ort.InferenceSession(whole, options, providers=[PROVIDER])
-    except Exception as error:
-        raise Fault(
-            f"ONNX Runtime can't build {source.name}",
-            got=" ".join(str(error).split())[:400],
-            expected="operators and types that its CPU provider knows",
-            do="another opset or format may do, or another backend for this variant",
-        ) from None
-    kinds = Counter(node.op_type for node in onnx.load(folder / FILE).graph.node)
     notes, axes = onnx_file.notes(model), onnx_file.axes(model)
-    return Manifest(
+    asked = _precision(spec, notes, source.name)
+    if spec.where == "cuda":
+        built_for: dict[str, Any] = {"device": "cuda", **gpu_here()}
+        need_cuda()
+    else:
+        built_for = {"device": "cpu", "cpu_flags": list(target.fingerprint().cpu_flags)}
+    settings = _settings(spec)
+    try:
+        session = _save(whole, folder, spec, settings)
+        ran = _profiled(source, model, folder, spec, settings)
+    except Exception as error:
+        if own(error):
+            raise refused(error, model, source.name, spec.where) from None
+        raise
+    kinds = Counter(node.op_type for node in onnx.load(folder / FILE).graph.node)
+    described = Manifest(
         backend="onnxruntime",
         backend_version=ort.__version__,
-        built_for={"device": "cpu", "cpu_flags": list(target.fingerprint().cpu_flags)},
+        device=spec.where,
+        built_for=built_for,
         engine_file=FILE,
         inputs=tuple(_spec(i, axes) for i in session.get_inputs()),
         outputs=tuple(_spec(o, axes) for o in session.get_outputs()),
         max_batch=spec.max_batch,
         axes=axes,
         threads=spec.threads,
+        settings=settings,
         preprocessing=notes.get("preprocessing"),
-        precision_asked=notes.get("precision", "as the model"),
+        precision_asked=asked,
+        precision_found=layers.found(ran),
         operators=dict(sorted(kinds.items())),
         engine_sha256=sha256(folder / FILE),
         onnx_sha256=sha256(source),
@@ -62,20 +78,102 @@ def build(source: Path, folder: Path, spec: BuildParams) -> Manifest:
         calibration_sha256=notes.get("calibration_sha256"),
         rebuild=f"dvc repro build@{folder.name}",
     )
+    return Built(described, ran)
+
+
+def _precision(spec: BuildParams, notes: dict[str, str], name: str) -> str:
+    """What was asked for: what the file says, or TF32 for a file in FP32 on CUDA. Raises Fault for anything else."""
+    given = notes.get("precision", "as the model")
+    if spec.precision == "fp32":
+        return given
+    if (spec.precision, spec.where) == ("tf32", "cuda") and given in ("fp32", "as the model"):
+        return "tf32"
+    raise Fault(
+        f"onnxruntime takes its precision from the ONNX file {name}",
+        got=f"precision {spec.precision} on {spec.where} for a file in {given}",
+        expected="no precision; or tf32 on cuda, for a file in fp32",
+        do="leave precision out; quantize makes files in other formats",
+    )
+
+
+def _settings(spec: BuildParams) -> dict[str, Any]:
+    settings: dict[str, Any] = {"optimization": spec.optimization, "optimize_on_open": False}
+    if spec.where == "cuda":
+        settings |= {"tf32": spec.precision == "tf32", "cuda_graph": spec.cuda_graph}
+        settings |= {"channels_last": spec.channels_last, "cpu_nodes": 0}
+    return settings
+
+
+def _save(whole: bytes, folder: Path, spec: BuildParams, settings: dict[str, Any]) -> ort.InferenceSession:
+    """Write the engine and return a session of the source; note in `settings` how it has to be opened."""
+    file, threads = folder / FILE, spec.threads
+    how = {**settings, "cuda_graph": False}
+    try:
+        session = start(whole, spec.where, threads, spec.optimization, settings=how, save=file)
+        start(str(file), spec.where, threads, "disabled", settings=how)
+    except Exception as error:
+        if spec.where == "cpu" or not own(error):
+            raise
+        split = SPLIT in str(error)
+        session = start(whole, spec.where, threads, spec.optimization, settings=how, strict=not split)
+        file.write_bytes(whole)
+        # How many, the profile tells.
+        settings |= {"optimize_on_open": True, "cpu_nodes": int(split)}
+    return session
+
+
+def _profiled(
+    source: Path, model: onnx.ModelProto, folder: Path, spec: BuildParams, settings: dict[str, Any]
+) -> tuple[Layer, ...]:
+    """Run the saved engine once, and return what ran; Fault if a product of an engine for CUDA ran on the CPU."""
+    level = spec.optimization if settings["optimize_on_open"] else "disabled"
+    with tempfile.TemporaryDirectory() as scratch:
+        optimised = Path(scratch) / "optimised.onnx"
+        session = start(
+            str(folder / FILE),
+            spec.where,
+            spec.threads,
+            level,
+            settings={**settings, "cuda_graph": False},
+            strict=not settings.get("cpu_nodes"),
+            save=optimised,
+            profile=Path(scratch) / "profile",
+        )
+        session.run(None, _example(source, session, onnx_file.axes(model)))
+        profile = Path(session.end_profiling())
+        ran = ort_layers.read(profile, onnx.load(optimised), model, bool(settings.get("tf32")))
+    if spec.where == "cuda":
+        strays = [layer for layer in ran if layer.device == "cpu"]
+        settings["cpu_nodes"] = max(len(strays), settings["cpu_nodes"])
+        products = [f"{layer.name} ({layer.kind})" for layer in strays if layer.product]
+        if products:
+            raise Fault(
+                f"ONNX Runtime's CUDA provider can't run all of {source.name}",
+                got=f"on the CPU: {', '.join(products[:5])}" + (" …" if len(products) > 5 else ""),
+                expected="every product on the GPU",
+                do="use a format that CUDA has kernels for, or device: cpu",
+            )
+    return ran
+
+
+def _example(source: Path, session: ort.InferenceSession, axes: dict[str, int]) -> Arrays:
+    """One sample: of the proof that came with the model, or zeros."""
+    if (source / proof.FILE).is_file():
+        return {name: value[:1] for name, value in proof.load(source)[0].items()}
+    specs = [_spec(i, axes) for i in session.get_inputs()]
+    shapes = {s.name: [1 if d is None else axes[d] if isinstance(d, str) else d for d in s.shape] for s in specs}
+    return {s.name: np.zeros(shapes[s.name], s.dtype) for s in specs}
 
 
 class OnnxRuntimeSession:
     """A saved graph run by the CPU provider, which is read back and not assumed."""
 
+    device = "cpu"
+
     def __init__(self, folder: Path, described: Manifest) -> None:
-        options = _options(described.threads)
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        self._session = ort.InferenceSession(str(folder / described.engine_file), options, providers=[PROVIDER])
-        ran = self._session.get_providers()
-        if ran != [PROVIDER]:
-            raise Unavailable(f"ONNX Runtime took {ran} where {PROVIDER} was asked for")
-        self.device = "cpu"
-        self.inputs, self.outputs = described.inputs, described.outputs
+        self._session = start(str(folder / described.engine_file), "cpu", described.threads, "disabled")
+        self.inputs: Sequence[TensorSpec] = described.inputs
+        self.outputs: Sequence[TensorSpec] = described.outputs
         self._max_batch, self._axes = described.max_batch, described.axes
         self._input_names, self._output_names = [i.name for i in self.inputs], [o.name for o in self.outputs]
 
@@ -93,11 +191,21 @@ class OnnxRuntimeSession:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        del self._session
+        self.__dict__.pop("_session", None)
 
 
-def open(folder: Path, described: Manifest) -> OnnxRuntimeSession:
-    """Open a saved graph; Fault if it was built by another version or for CPU features that are missing here."""
+def open(folder: Path, described: Manifest) -> Session:
+    """Open a saved graph on the device that it was built for, and on no other.
+
+    Raises Fault if it was built by another version, for CPU features that are missing here, or for another GPU;
+    Unavailable for CUDA without a GPU, without ONNX Runtime's provider, or without PyCUDA.
+    """
+    if described.device == "cuda":
+        require(described, folder, version=ort.__version__)
+        require_gpu(described, folder)
+        need_cuda()
+        session: Session = imported("ort_cuda").OnnxRuntimeCudaSession(folder, described)
+        return session
     here = set(target.fingerprint().cpu_flags)
     require(
         described,
@@ -108,22 +216,6 @@ def open(folder: Path, described: Manifest) -> OnnxRuntimeSession:
     return OnnxRuntimeSession(folder, described)
 
 
-def _options(threads: int) -> ort.SessionOptions:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 3
-    # Spinning threads would slow whatever is measured next.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    return options
-
-
 def _spec(value: ort.NodeArg, axes: dict[str, int]) -> TensorSpec:
-    kinds = {
-        "tensor(float)": "float32",
-        "tensor(float16)": "float16",
-        "tensor(int64)": "int64",
-        "tensor(int32)": "int32",
-        "tensor(bool)": "bool",
-    }
-    return TensorSpec(value.name, kinds[value.type], dynamic(value.shape, axes))
+    kind = value.type.removeprefix("tensor(").removesuffix(")")
+    return TensorSpec(value.name, TYPES.get(kind, kind), dynamic(value.shape, axes))
