@@ -8,15 +8,19 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from tasks.check_quantize import calibration_faults, metric_faults
 from tasks.check_tree import artifacts, hint, tree_faults
 from tasks.errors import Fault
 from tasks.settings import (
     SECTIONS,
+    TENSORRT,
+    USED_BY,
     BenchmarkParams,
     BuildParams,
     DataParams,
     DistillParams,
     EvaluateParams,
+    ExportParams,
     Params,
     QatParams,
     QuantizeParams,
@@ -26,7 +30,6 @@ from tasks.settings import (
 )
 from tasks.workloads.protocol import Workload, axes, load_workload
 
-CALIBRATIONS = {"onnxruntime": ("minmax", "entropy", "percentile"), "tensorrt": ("minmax", "entropy")}
 DEFAULTED = ("data", "evaluate", "benchmark", "gates")
 S = TypeVar("S", bound=Settings)
 
@@ -55,7 +58,7 @@ def _meaning_faults(raw: dict[str, Any], models: bool) -> list[str]:
     timing = _part(raw, "benchmark", BenchmarkParams)
     found: list[str] = []
     for name, value in _valid(raw, "quantize", QuantizeParams):
-        found += _calibration_faults(name, value, data)
+        found += calibration_faults(name, value, data)
     if data and data.calibration > data.train:
         found.append(
             f"data.calibration: got {data.calibration}, expected at most data.train ({data.train}): "
@@ -67,7 +70,15 @@ def _meaning_faults(raw: dict[str, Any], models: bool) -> list[str]:
                 f"qat.{name}.samples: got {qat.samples}, expected at most data.calibration ({data.calibration}): "
                 "raise that or lower this"
             )
+    for name, exported in _valid(raw, "export", ExportParams):
+        useless = sorted({"opset", "external_data"} & exported.model_fields_set) if exported.format == "program" else ()
+        found += [
+            f"export.{name}.{key}: got {getattr(exported, key)!r} with format: program, expected nothing: that is of "
+            "ONNX files: leave it out"
+            for key in useless
+        ]
     for name, build in _valid(raw, "build", BuildParams):
+        found += _unused_faults(name, build)
         found += [
             f"build.{name}.max_batch: got {build.max_batch}, expected at least {section}.{key} ({batch}): raise it"
             for section, key, batch in _batches(evaluate, timing)
@@ -78,12 +89,65 @@ def _meaning_faults(raw: dict[str, Any], models: bool) -> list[str]:
             f"benchmark.rounds: got {timing.rounds}, expected at least {min_rounds(timing.confidence)}: "
             f"fewer can't give an interval of confidence {timing.confidence}"
         )
+    if timing and timing.clock == "device":
+        on_cpu = [name for name, build in _valid(raw, "build", BuildParams) if build.where == "cpu"]
+        found += [
+            f"benchmark.clock: got 'device', but build.{name} is for the CPU; expected device: cuda: "
+            "set that, or clock: host"
+            for name in on_cpu
+        ]
     if timing and timing.rounds > timing.max_rounds:
         found.append(
             f"benchmark.rounds: got {timing.rounds}, expected at most benchmark.max_rounds ({timing.max_rounds}): "
             "raise that or lower this"
         )
     return found + _workload_faults(raw, evaluate, models)
+
+
+def _unused_faults(name: str, build: BuildParams) -> list[str]:
+    """Settings that were given and that the backend, or its device, has no use for; and asked for what can't be."""
+    given, used = build.model_fields_set, USED_BY[build.backend]
+    keys = {field.alias or key: key for key, field in BuildParams.model_fields.items()}
+    found = [
+        f"build.{name}.{key}: got {getattr(build, field)!r}, expected nothing: {build.backend} has no such setting; "
+        f"leave it out"
+        for key, field in keys.items()
+        if field in given and field not in used
+    ]
+    if build.where == "cpu":
+        found += [
+            f"build.{name}.{key}: got {getattr(build, key)!r} on the CPU, expected device: cuda: add that, or leave "
+            f"{key} out"
+            for key in ("cuda_graph", "sparse")
+            if getattr(build, key)
+        ]
+        if build.precision in ("tf32", "fp8"):
+            found.append(
+                f"build.{name}.precision: got {build.precision!r} on the CPU, expected fp32, bf16, fp16 or int8; "
+                "a CPU has no such arithmetic"
+            )
+    if build.backend in ("onnxruntime", *TENSORRT):
+        if build.precision not in ("fp32", "tf32"):
+            found.append(
+                f"build.{name}.precision: got {build.precision!r}, expected fp32 or tf32: {build.backend} takes other "
+                "formats from the ONNX file: make one with quantize, and build from that"
+            )
+        if build.channels_last and build.where == "cpu":
+            found.append(
+                f"build.{name}.channels_last: got True on the CPU, expected device: cuda: on a CPU onnxruntime chooses "
+                "the layout: leave it out"
+            )
+    if build.sparse and build.backend in ("eager", "inductor") and build.precision not in ("fp16", "bf16"):
+        found.append(
+            f"build.{name}.sparse: got {build.precision} products, expected fp16 or bf16, in which PyTorch has "
+            "2:4 kernels: set that, or leave sparse out"
+        )
+    if build.opt_batch and build.opt_batch > build.max_batch:
+        found.append(
+            f"build.{name}.opt_batch: got {build.opt_batch}, expected at most max_batch ({build.max_batch}): "
+            "raise that or lower this"
+        )
+    return found
 
 
 def _batches(evaluate: EvaluateParams | None, timing: BenchmarkParams | None) -> list[tuple[str, str, int]]:
@@ -103,6 +167,8 @@ def _workload_faults(raw: dict[str, Any], evaluate: EvaluateParams | None, model
     except Fault as error:
         return [f"workload: {error.line}"]
     found, metrics = _model_faults(raw, workload) if models else [], workload.METRICS
+    for name, q in _valid(raw, "quantize", QuantizeParams):
+        found += metric_faults(name, q, named, metrics)
     timing = _part(raw, "benchmark", BenchmarkParams)
     longest = max(axes(workload).values(), default=None)
     if timing and timing.length is not None and (longest is None or timing.length > longest):
@@ -129,43 +195,6 @@ def _model_faults(raw: dict[str, Any], workload: Workload) -> list[str]:
         except Exception as error:
             words = error.line if isinstance(error, Fault) else f"{type(error).__name__}: {error}; mend them"
             found.append(f"{key}: got {keywords}, expected keywords that the workload's model() takes: {words}")
-    return found
-
-
-def _calibration_faults(name: str, q: QuantizeParams, data: DataParams | None) -> list[str]:
-    if q.activations == "dynamic":
-        return _dynamic_faults(name, q)
-    found = []
-    if q.samples < q.batch:
-        found.append(
-            f"quantize.{name}.samples: got {q.samples} calibration samples for a batch of {q.batch}; "
-            "expected at least one full batch: raise samples or lower batch"
-        )
-    if data and q.samples > data.calibration:
-        found.append(
-            f"quantize.{name}.samples: got {q.samples}, expected at most data.calibration ({data.calibration}): "
-            "raise that or lower this"
-        )
-    if q.calibration not in CALIBRATIONS[q.style]:
-        found.append(
-            f"quantize.{name}.calibration: got {q.calibration!r} with style {q.style}; "
-            f"expected one of {', '.join(CALIBRATIONS[q.style])}"
-        )
-    return found
-
-
-def _dynamic_faults(name: str, q: QuantizeParams) -> list[str]:
-    useless = sorted({"calibration", "samples", "percentile"} & q.model_fields_set)
-    found = [
-        f"quantize.{name}.{key}: got {getattr(q, key)!r}, expected nothing: "
-        "dynamic activations need no calibration: leave it out"
-        for key in useless
-    ]
-    if q.style != "onnxruntime":
-        found.append(
-            f"quantize.{name}.activations: got 'dynamic' with style {q.style}, expected static: "
-            "TensorRT takes ranges from the file"
-        )
     return found
 
 

@@ -1,8 +1,8 @@
-"""Proofs that an ONNX file computes what its PyTorch model does, or nearly what its parent file does."""
+"""Proof that an ONNX file computes what its PyTorch model does."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,6 @@ PROOF_BATCHES = (1, 3, 7)
 TOLERANCE = 1e-3
 # Integer kernels round elsewhere than PyTorch's floats: now and then a value lands on the next step. 30 dB.
 QUANTIZED_TOLERANCE = 0.03
-MAX_SNR_DB = 200.0
 
 
 def parity(model: nn.Module, task: Workload, folder: Path, samples: Arrays, quantized: bool = False) -> float:
@@ -32,12 +31,23 @@ def parity(model: nn.Module, task: Workload, folder: Path, samples: Arrays, quan
     import onnxruntime as ort
 
     session = ort.InferenceSession(str(folder / onnx_file.FILE), providers=["CPUExecutionProvider"])
+
+    def run(part: Arrays) -> Arrays:
+        return dict(zip(task.OUTPUTS, session.run(list(task.OUTPUTS), part), strict=True))
+
+    return compare(model, task, run, samples, quantized)
+
+
+def compare(
+    model: nn.Module, task: Workload, run: Callable[[Arrays], Arrays], samples: Arrays, quantized: bool = False
+) -> float:
+    """Largest difference of what `run` gives for inputs by name from the model's outputs; as `parity`."""
     worst = 0.0
     with eval_mode(model), torch.inference_mode():
         for size, part in _parts(task, samples):
             expected = {name: value.numpy() for name, value in forward(model, task, tensors(part)).items()}
             try:
-                got = dict(zip(task.OUTPUTS, session.run(list(task.OUTPUTS), part), strict=True))
+                got = run(part)
             except Exception as error:
                 raise Fault(
                     f"the exported model refuses {size}",
@@ -49,35 +59,6 @@ def parity(model: nn.Module, task: Workload, folder: Path, samples: Arrays, quan
                 worst, *(_difference(name, got[name], expected[name], size, quantized) for name in task.OUTPUTS)
             )
     return worst
-
-
-def fidelity(parent: Path, child: Path, inputs: Arrays) -> tuple[dict[str, float], dict[str, float]]:
-    """Signal-to-noise ratio (dB, at most 200) and cosine similarity of each output against the parent's."""
-    import onnxruntime as ort
-
-    def outputs(folder: Path) -> Arrays:
-        options = ort.SessionOptions()
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        session = ort.InferenceSession(str(folder / onnx_file.FILE), options, providers=["CPUExecutionProvider"])
-        names = [o.name for o in session.get_outputs()]
-        return dict(zip(names, session.run(names, inputs), strict=True))
-
-    want, got = outputs(parent), outputs(child)
-    snr, cosine = {}, {}
-    for name, expected in want.items():
-        a, b = expected.ravel().astype(np.float64), got[name].ravel().astype(np.float64)
-        if not (np.isfinite(a).all() and np.isfinite(b).all()):
-            raise Fault(
-                f"output {name} is not finite after quantisation",
-                got=f"{int((~np.isfinite(b)).sum())} of {b.size} values are NaN or infinity",
-                expected="finite values",
-                do="look at the scales and at constants of the model",
-            )
-        signal, noise = float((a**2).sum()), float(((a - b) ** 2).sum())
-        snr[name] = MAX_SNR_DB if noise == 0 else min(MAX_SNR_DB, float(10 * np.log10(max(signal, 1e-30) / noise)))
-        norms = float(np.linalg.norm(a) * np.linalg.norm(b))
-        cosine[name] = float(a @ b / norms) if norms else float(noise == 0)
-    return snr, cosine
 
 
 def _parts(task: Workload, samples: Arrays) -> Iterator[tuple[str, Arrays]]:

@@ -57,7 +57,10 @@ def test_the_tiny_params_have_no_fault(found: Any) -> None:
             ["gates.acuracy_change", "latency_ms", "did you mean 'accuracy_change'?"],
         ),
         ({"gates/accuracy": {"mim": 0}}, ["gates.accuracy.mim", "did you mean 'min'?"]),
-        ({"gates/power": {"max": 9}}, ["gates.power", "accuracy, accuracy_change, speedup, latency_ms, size_bytes"]),
+        (
+            {"gates/power": {"max": 9}},
+            ["gates.power", "accuracy, accuracy_change, speedup, latency_ms, as_asked, size_bytes"],
+        ),
         ({"evaluate/metric": "acuracy"}, ["evaluate.metric: got 'acuracy'", "one of accuracy", "did you mean"]),
         ({"prune/slim/granularity": "blocks"}, ["prune.slim.granularity: got 'blocks'", "'channel'"]),
         ({"build/base-ort/backend": "onnx"}, ["build.base-ort.backend: got 'onnx'", "'onnxruntime'"]),
@@ -103,8 +106,20 @@ def test_the_tiny_params_have_no_fault(found: Any) -> None:
         ({"quantize/base-int8/samples": 0}, ["quantize.base-int8.samples: got 0", "greater than or equal to 1"]),
         ({"quantize/base-int8/samples": 65}, ["quantize.base-int8.samples: got 65", "data.calibration (64)"]),
         (
-            {"quantize/base-int8/style": "tensorrt", "quantize/base-int8/calibration": "percentile"},
-            ["quantize.base-int8.calibration: got 'percentile' with style tensorrt", "minmax, entropy"],
+            {"quantize/base-int8/calibration": "entropy", "quantize/base-int8/percentile": 99.9},
+            ["quantize.base-int8.percentile: got 99.9", "calibration is entropy"],
+        ),
+        (
+            {"quantize/base-int8/format": "fp16", "quantize/base-int8/calibration": "mse"},
+            ["quantize.base-int8.calibration: got 'mse', expected nothing: format fp16 has no such setting"],
+        ),
+        (
+            {"quantize/base-int8/block": 32},
+            ["quantize.base-int8.block: got 32, expected nothing: format int8 has no such setting"],
+        ),
+        (
+            {"quantize/base-int8/search": {"metric": "accurcy"}},
+            ["quantize.base-int8.search.metric: got 'accurcy'", "did you mean"],
         ),
         ({"build/base-ort/max_batch": 20}, ["build.base-ort.max_batch: got 20", "evaluate.batch (50)"]),
         ({"gates/accuracy": {}}, ["gates.accuracy: got {}", "at least one of min and max"]),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,11 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from tasks import onnx_file
+from tasks import onnx_file, proof, quantize_int8
 from tasks.data import read, write
 from tasks.errors import Fault
 from tasks.export import to_onnx
 from tasks.files import read_json, sha256, size_bytes
-from tasks.parity import fidelity
 from tasks.quantize import check_scales, quantize
 from tasks.settings import QuantizeParams
 
@@ -65,7 +62,7 @@ def test_the_inputs_scale_is_the_range_of_the_calibration_samples(artifact: Any,
     assert input_scale(artifact("base-int8")) == pytest.approx(minmax_scale(images), rel=1e-6)
 
 
-@pytest.mark.parametrize("method", ["minmax", "entropy", "percentile"])
+@pytest.mark.parametrize("method", ["minmax", "entropy", "percentile", "mse"])
 def test_a_last_partial_batch_is_used(
     artifact: Any, data_folder: Path, workload_path: Path, tmp_path: Path, method: str
 ) -> None:
@@ -131,7 +128,8 @@ def test_the_report_and_the_notes_are_of_the_file(
 ) -> None:
     report, folder = read_json(line / "results/quantize/base-int8.json"), artifact("base-int8")
     assert report["quantize_nodes"] == len(nodes(int8, "QuantizeLinear")) > 0
-    assert (report["size_bytes"], report["sha256"]) == (size_bytes(folder), sha256(folder))
+    file = folder / "model.onnx"
+    assert (report["size_bytes"], report["sha256"]) == (size_bytes(file), sha256(file))
     notes = onnx_file.notes(int8)
     assert notes["precision"] == "int8"
     assert notes["calibration_sha256"] == sha256(data_folder / "calibration.npz")
@@ -141,7 +139,7 @@ def test_the_report_and_the_notes_are_of_the_file(
 def test_a_parent_with_a_sidecar_is_quantised(
     artifact: Any, data_folder: Path, workload_path: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "parent").mkdir()
+    shutil.copytree(artifact("base-onnx"), tmp_path / "parent")
     model = onnx_file.load(artifact("base-onnx"))
     onnx.save(model, tmp_path / "parent/model.onnx", save_as_external_data=True, location="w", size_threshold=1024)
     quantize(tmp_path / "parent", workload_path, data_folder, tmp_path / "out", params())
@@ -194,39 +192,68 @@ def attention_files(make_workload: Any, tmp_path_factory: pytest.TempPathFactory
     for form in ("add", "where"):
         (folder / form).mkdir()
         to_onnx(Attention(form), make_workload(None, {"x": ("float32", (4, 16))}), folder / form / "model.onnx", 18)
+        proof.save(folder / form, {"x": np.zeros((1, 4, 16), np.float32)}, {"logits": np.zeros((1, 8), np.float32)})
     return folder
 
 
 @pytest.fixture
 def attention(tmp_path: Path, write_workload: Any, attention_files: Path) -> Any:
-    """`attention(form, method)`: the report of quantising a masked attention."""
+    """`attention(form, method, …)`: the report of quantising a masked attention."""
     rng = np.random.default_rng(0)
     write(
         tmp_path / "data/calibration.npz",
         {"x": rng.normal(size=(32, 4, 16)).astype(np.float32), "label": np.zeros(32, np.int64)},
     )
 
-    def run(form: str, method: str) -> Any:
+    def run(form: str, method: str, **others: Any) -> Any:
         path = write_workload(ATTENTION)
-        settings = params(calibration=method, samples=32)
+        settings = params(calibration=method, samples=32, **others)
         return quantize(attention_files / form, path, tmp_path / "data", tmp_path / "out", settings)
 
     return run
 
 
-@pytest.mark.parametrize("method", ["minmax", "entropy", "percentile"])
-def test_an_infinite_mask_is_refused_by_the_name_of_its_tensor(attention: Any, tmp_path: Path, method: str) -> None:
-    with pytest.raises(Fault, match=r"tensor where.* has no finite range") as caught:
-        attention("where", method)
-    assert "[-inf, " in str(caught.value)
-    assert "attention mask" in str(caught.value)
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_infinite_mask_that_is_added_gives_finite_scales_and_close_outputs(attention: Any, tmp_path: Path) -> None:
-    report = attention("add", "minmax")
+@pytest.mark.parametrize(("form", "style"), [("add", "onnxruntime"), ("where", "onnxruntime"), ("add", "tensorrt")])
+def test_an_infinite_mask_gives_finite_scales_and_close_outputs(
+    attention: Any, tmp_path: Path, form: str, style: str
+) -> None:
+    report = attention(form, "mse", style=style)
     check_scales(onnx_file.load(tmp_path / "out"))
     assert report.snr_db["logits"] > 15
+
+
+def masked() -> onnx.ModelProto:
+    """A product of what a mask has made infinite."""
+    constants = {
+        "keep": np.array([True, False]),
+        "mask": np.array(-np.inf, np.float32),
+        "w": np.ones((2, 2), np.float32),
+    }
+    nodes = [
+        helper.make_node("Where", ["keep", "x", "mask"], ["masked"], "where"),
+        helper.make_node("MatMul", ["masked", "w"], ["m"], "product"),
+        helper.make_node("MatMul", ["x", "w"], ["n"], "other"),
+        helper.make_node("Add", ["m", "n"], ["y"], "sum"),
+    ]
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 2]) for name in ("x", "y")]
+    weights = [numpy_helper.from_array(value, name) for name, value in constants.items()]
+    graph = helper.make_graph(nodes, "g", values[:1], values[1:], weights)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+
+
+@pytest.mark.parametrize("method", ["minmax", "entropy", "percentile", "mse"])
+def test_an_infinite_range_that_is_used_is_refused_by_the_name_of_its_tensor(tmp_path: Path, method: str) -> None:
+    x = {"x": np.ones((8, 2), np.float32)}
+    with pytest.raises(Fault, match="tensor masked has no finite range") as caught:
+        quantize_int8.static(masked(), tmp_path, x, params(calibration=method))
+    assert "[-inf, " in str(caught.value)
+    assert "attention mask" in str(caught.value)
+
+
+def test_an_infinite_range_of_what_stays_is_not_used(tmp_path: Path) -> None:
+    x = {"x": np.ones((8, 2), np.float32)}
+    maker = quantize_int8.static(masked(), tmp_path, x, params(keep=("where", "product")))
+    check_scales(maker.make(()))
 
 
 def scaled(scale: Any, constant: bool) -> onnx.ModelProto:
@@ -283,84 +310,3 @@ def test_a_scale_inside_a_branch_is_checked() -> None:
 def test_a_file_without_quantised_nodes_is_refused(artifact: Any) -> None:
     with pytest.raises(Fault, match="nothing was quantised"):
         check_scales(onnx_file.load(artifact("base-onnx")))
-
-
-def test_outputs_that_are_not_finite_are_refused(tmp_path: Path) -> None:
-    for name, value in (("fine", 1.0), ("broken", float("nan"))):
-        node = onnx.helper.make_node("Mul", ["x", "w"], ["y"])
-        weight = onnx.numpy_helper.from_array(np.array([value], dtype=np.float32), "w")
-        values = [onnx.helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, ["n", 4]) for n in ("x", "y")]
-        graph = onnx.helper.make_graph([node], "g", values[:1], values[1:], [weight])
-        (tmp_path / name).mkdir()
-        model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=10)
-        onnx.save(model, tmp_path / name / "model.onnx")
-    x = np.ones((2, 4), dtype=np.float32)
-    with pytest.raises(Fault, match="output y is not finite") as caught:
-        fidelity(tmp_path / "fine", tmp_path / "broken", {"x": x})
-    assert str(caught.value.got).startswith("8 of 8 values")
-
-
-def test_fidelity_is_the_noise_of_rounding(tmp_path: Path) -> None:
-    x = np.random.default_rng(0).uniform(0, 1, (4, 2)).astype(np.float32)
-    for name, scale in (("fine", 2.0**-20), ("coarse", 0.25)):
-        (tmp_path / name).mkdir()
-        model = scaled(scale, False)
-        if name == "fine":
-            model.graph.ClearField("node")
-            model.graph.node.append(helper.make_node("Identity", ["x"], ["y"]))
-        onnx.save(model, tmp_path / name / "model.onnx")
-    snr, cosine = fidelity(tmp_path / "fine", tmp_path / "coarse", {"x": x})
-    rounded = np.round(x / 0.25) * 0.25
-    assert snr["y"] == pytest.approx(10 * np.log10((x**2).sum() / ((x - rounded) ** 2).sum()), abs=1e-3)
-    assert cosine["y"] == pytest.approx((x * rounded).sum() / np.linalg.norm(x) / np.linalg.norm(rounded), abs=1e-5)
-    assert fidelity(tmp_path / "fine", tmp_path / "fine", {"x": x}) == ({"y": 200.0}, {"y": pytest.approx(1.0)})
-
-
-TENSORRT = """
-import sys
-from pathlib import Path
-from tasks.quantize import quantize
-from tasks.settings import QuantizeParams
-params = QuantizeParams(**{"from": "x", "style": "tensorrt", "calibration": "entropy", "samples": 60, "batch": 16})
-quantize(*map(Path, sys.argv[1:]), params)
-"""
-
-
-@pytest.fixture(scope="module")
-def symmetric(
-    artifact: Any, data_folder: Path, workload_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> onnx.ModelProto:
-    """The tiny model in TensorRT's style; ModelOpt changes ONNX Runtime's calibrators, so in a process of its own."""
-    folder = tmp_path_factory.mktemp("symmetric") / "out"
-    paths = [artifact("base-onnx"), workload_path, data_folder, folder]
-    subprocess.run([sys.executable, "-c", TENSORRT, *map(str, paths)], check=True, capture_output=True)
-    return onnx_file.load(folder)
-
-
-def test_tensorrts_style_is_signed_and_symmetric(symmetric: onnx.ModelProto) -> None:
-    known = constants(symmetric)
-    pairs = [n for n in symmetric.graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")]
-    zeros = [known[n.input[2]] for n in pairs if len(n.input) > 2]
-    assert len(pairs) >= 8
-    assert all(z.dtype == np.int8 and not z.any() for z in zeros)
-
-
-def test_tensorrts_style_quantises_no_bias(symmetric: onnx.ModelProto) -> None:
-    made = {n.output[0] for n in nodes(symmetric, "DequantizeLinear")}
-    convs = nodes(symmetric, "Conv")
-    assert all(conv.input[1] in made for conv in convs)
-    assert not any(conv.input[2] in made for conv in convs if len(conv.input) > 2)
-
-
-def test_tensorrts_style_of_a_parent_with_a_sidecar_is_the_same_single_file(
-    artifact: Any, symmetric: onnx.ModelProto, data_folder: Path, workload_path: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "parent").mkdir()
-    model = onnx_file.load(artifact("base-onnx"))
-    onnx.save(model, tmp_path / "parent/model.onnx", save_as_external_data=True, location="w", size_threshold=1024)
-    paths = [tmp_path / "parent", workload_path, data_folder, tmp_path / "out"]
-    subprocess.run([sys.executable, "-c", TENSORRT, *map(str, paths)], check=True, capture_output=True)
-    assert [f.name for f in (tmp_path / "out").iterdir()] == ["model.onnx"]
-    got, want = constants(onnx_file.load(tmp_path / "out")), constants(symmetric)
-    assert got.keys() == want.keys()
-    assert all(np.array_equal(got[name], want[name]) for name in want)

@@ -1,0 +1,41 @@
+"""Which runtime a quantised file was made for, and what to expect of it in another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+TENSORRT = ("tensorrt", "tensorrt_rtx")
+
+
+def slow_for(backend: str, device: str, notes: Mapping[str, str]) -> str | None:
+    """Why a file will be slow, or not run, in a backend on a device (cpu or cuda), in a sentence; None if it fits.
+
+    `notes` are the file's metadata: its precision, and the style and activations of an INT8 file.
+    """
+    precision, style = notes.get("precision", "fp32"), notes.get("style")
+    dynamic = notes.get("activations") == "dynamic"
+    if backend in TENSORRT:
+        if precision == "int8" and dynamic:
+            return "its products are MatMulInteger, which TensorRT doesn't read: quantise with style: tensorrt"
+        if precision == "int8" and style == "onnxruntime":
+            return (
+                "its activations are unsigned with zero points, which TensorRT refuses: quantise with style: tensorrt"
+            )
+        return None
+    if backend != "onnxruntime":
+        return None
+    if device == "cuda":
+        if precision in ("int8", "fp8"):
+            return (
+                f"ONNX Runtime's CUDA provider has no {precision.upper()} convolutions or products: Q/DQ nodes only "
+                "add work to floating point"
+            )
+        return None
+    if precision == "int8" and style == "tensorrt":
+        return (
+            "its Q/DQ nodes are placed for TensorRT, with signed activations and floating-point weights: ONNX Runtime "
+            "on a CPU is fast with style: onnxruntime"
+        )
+    if precision in ("fp16", "bf16", "fp8"):
+        return f"ONNX Runtime has no {precision.upper()} arithmetic on a CPU: values are cast to FP32 and back at nodes"
+    return None
