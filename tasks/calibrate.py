@@ -12,7 +12,7 @@ import numpy as np
 
 from tasks import beside, manifest, measure, sequential
 from tasks.bench import Environment, environment, random_inputs
-from tasks.disturbance import load_average
+from tasks.disturbance import Host, load_average
 from tasks.engines.protocol import Session, backend, open_engine
 from tasks.planted import Early, Slowed, tiny_engine
 from tasks.settings import BenchmarkParams
@@ -166,7 +166,7 @@ def calibrate(
     waited, compared, interrupted = None, [], False
     try:
         waited = early(EARLY_MS)
-        larger = bed if engine else make_bed(tiny_engine(scratch, 1024, 4), made=True)
+        larger = bed if engine else make_bed(tiny_engine(scratch, 1024, 12), made=True)
         tell("other timers beside ours")
         compared = beside.side_by_side(larger.folder, larger.open, larger.pool, BESIDE_SHARE * budget_s, scratch)
         for part in (same, *power):
@@ -205,9 +205,18 @@ def make_bed(folder: Path, made: bool) -> Bed:
 
 
 def early(true_ms: float, calls: int = 200) -> EarlyReport:
-    """Time a runner that returns at once and is done after `true_ms`: medians of our way, and without waiting."""
-    session = Early(true_ms / 1e3)
-    timed = [timed_call(session, {}) for _ in range(calls)]
+    """Time a runner that returns at once and is done after `true_ms`: medians of our way, and without waiting.
+
+    Calls that other processes disturbed are left out, ten at a time, unless all were.
+    """
+    session, watch = Early(true_ms / 1e3), Host(SAME.max_lost)
+    groups = []
+    for _ in range(0, calls, 10):
+        watch()
+        times = [timed_call(session, {}) for _ in range(10)]
+        groups.append((watch() is not None, times))
+    clean = [times for disturbed, times in groups if not disturbed] or [times for _, times in groups]
+    timed = np.concatenate(clean)
     returned = []
     for _ in range(calls):
         start = time.perf_counter()

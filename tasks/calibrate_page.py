@@ -6,6 +6,7 @@ from tasks.beside import WITHIN, Beside
 from tasks.calibrate import PLANTED, SAME, Calibration, Tally
 
 ALLOWED = 0.05
+ENOUGH = 100
 
 
 def page(found: Calibration) -> str:
@@ -45,6 +46,8 @@ def _same(found: Calibration) -> list[str]:
     if found.same is None:
         return [*lines, "Not reached.", ""]
     told = "holds" if found.same.share.value <= ALLOWED else "DOES NOT HOLD"
+    if found.same.trials < ENOUGH:
+        told = f"{found.same.trials} trials are too few to say, {ENOUGH} would do"
     return [*lines, *_table([found.same], "false verdicts"), "", f"At most {ALLOWED:.0%}: {told}.", ""]
 
 
