@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ import torch
 import torch_pruning as tp
 from torch import nn
 
-from tasks import fit
+from tasks import fit, structure
 from tasks.prune_ranking import PRUNABLE
 from tasks.workloads.protocol import Workload
 
@@ -52,7 +51,7 @@ def remove(
     indices = [unit + i * part for i in range(group.parts) for unit in units]
     cut = graph.get_pruning_group(group.root, graph.get_pruner_of_module(group.root).prune_out_channels, indices)
     targets = {dep.target.module for dep, _ in cut}
-    saved = {m: {k: copy.copy(v) if isinstance(v, dict | list) else v for k, v in vars(m).items()} for m in targets}
+    restore = structure.remembered(targets)
     frozen = {m: [n for n, p in m.named_parameters(recurse=False) if not p.requires_grad] for m in targets}
     with torch.no_grad(), fit.eval_mode(model):
         with _without(cut):
@@ -68,9 +67,7 @@ def remove(
         except Exception as error:
             reason = f"without some of its channels the model doesn't run: {' '.join(str(error).split())[:120]}"
     if reason:
-        for module, values in saved.items():
-            vars(module).clear()
-            vars(module).update(values)
+        restore()
         return reason
     for module, keys in frozen.items():
         for key in keys:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tasks import fit
+from tasks import device, fit, structure
 from tasks.errors import Fault
 from tasks.prune_ranking import Candidate, Cut, Layer, batches, named, require_named, starts, weakest
 from tasks.settings import PruneParams
@@ -115,18 +115,18 @@ def _taylor(
         return hook
 
     hooks = [h.output.register_forward_pre_hook(keep(h.name)) for h in fits]  # type: ignore[arg-type]
-    sums = {h.name: torch.zeros(h.attention.heads) for h in fits}
-    with fit.eval_mode(model), thawed(model):
+    sums, where = {h.name: torch.zeros(h.attention.heads) for h in fits}, device.resolve(params.device)
+    with device.placed(where, model), fit.eval_mode(model), thawed(model):
         for part in batches(task, train, params):
             n = len(part["label"])
             task.loss(fit.forward(model, task, part), part["label"]).backward()
             for heads in fits:
-                gates = torch.zeros(n, heads.attention.heads)
+                gates = torch.zeros(n, heads.attention.heads, device=where)
                 for context in contexts[heads.name]:
                     if context.grad is not None:
                         slopes = (context * context.grad).detach()
                         gates += slopes.reshape(n, -1, heads.attention.heads, heads.size).sum((1, 3))
-                sums[heads.name] += n * gates.abs().sum(0)
+                sums[heads.name] += n * gates.abs().sum(0).cpu()
                 contexts[heads.name].clear()
     for hook in hooks:
         hook.remove()
@@ -144,7 +144,7 @@ def remove(model: nn.Module, task: Workload, sample: fit.Tensors, heads: Heads, 
     ]
     dropped = [i for i in range(heads.attention.heads * heads.size) if i not in set(kept)]
     modules = (heads.attention.module, *heads.inputs, heads.output)
-    saved = {m: {k: dict(v) if isinstance(v, dict) else v for k, v in vars(m).items()} for m in modules}
+    restore = structure.remembered(modules)
     whole = heads.output.weight.detach().clone()
     with torch.no_grad(), fit.eval_mode(model):
         heads.output.weight[:, dropped] = 0
@@ -158,9 +158,7 @@ def remove(model: nn.Module, task: Workload, sample: fit.Tensors, heads: Heads, 
         except Exception as error:
             reason = f"without some heads it no longer runs: {' '.join(str(error).split())[:120]}"
         if reason:
-            for module, values in saved.items():
-                vars(module).clear()
-                vars(module).update(values)
+            restore()
     return reason
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -129,6 +130,18 @@ def shared_parameters(model: nn.Module) -> set[int]:
         shared |= own & once
         once |= own
     return shared
+
+
+def remembered(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Keep what modules hold, numbers and the very parameters; what is returned puts that back in place."""
+    saved = {m: {k: copy.copy(v) if isinstance(v, dict | list) else v for k, v in vars(m).items()} for m in modules}
+
+    def restore() -> None:
+        for module, values in saved.items():
+            vars(module).clear()
+            vars(module).update(values)
+
+    return restore
 
 
 @contextlib.contextmanager
