@@ -50,7 +50,7 @@ class Parity:
 def save(folder: Path, inputs: Arrays, outputs: Arrays, half: tuple[Arrays, Arrays] | None = None) -> None:
     """Write `folder/proof.npz`: inputs and PyTorch's outputs [n, …] by name, n at most 8; `half` the same, cut."""
     parts = {WHOLE: (inputs, outputs)} | ({HALF: half} if half else {})
-    arrays = {}
+    arrays: Arrays = {}
     for part, (given, wanted) in parts.items():
         arrays |= {f"{part}in.{k}": v for k, v in given.items()} | {f"{part}out.{k}": v for k, v in wanted.items()}
     write(folder / FILE, arrays)
