@@ -38,8 +38,8 @@ def slow_for(backend: str, device: str, notes: Mapping[str, str]) -> str | None:
         )
     if precision == "fp8":
         return (
-            "ONNX Runtime has no FP8 arithmetic on a CPU, and from optimization: extended on it makes integer operators of "
-            "FP8 values and fails: build with optimization: basic, to check the file only"
+            "ONNX Runtime has no FP8 arithmetic on a CPU; from optimization: extended on it makes integer operators "
+            "of FP8 values and fails: build with optimization: basic, to check the file only"
         )
     if precision in ("fp16", "bf16"):
         return f"ONNX Runtime has no {precision.upper()} arithmetic on a CPU: values are cast to FP32 and back at nodes"
