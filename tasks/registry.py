@@ -17,7 +17,14 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
 
-ENGINE_PACKAGES = {"eager": ("torch",), "onnxruntime": ("onnxruntime", "onnx"), "tensorrt_rtx": ("tensorrt-rtx-cu13",)}
+# What a consumer has to have, as far as it was there when the engine was promoted.
+ENGINE_PACKAGES = {
+    "eager": ("torch", "torchao", "pycuda"),
+    "onnxruntime": ("onnxruntime", "onnxruntime-gpu", "onnx", "pycuda"),
+    "inductor": ("torch", "torchao", "pycuda"),
+    "tensorrt": ("tensorrt", "pycuda"),
+    "tensorrt_rtx": ("tensorrt-rtx-cu13", "pycuda"),
+}
 
 
 def by_alias(store: MlflowClient, model: str, alias: str) -> ModelVersion | None:

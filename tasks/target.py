@@ -20,6 +20,8 @@ LIBRARIES = (
     "onnxruntime-gpu",
     "tensorrt",
     "tensorrt-rtx-cu13",
+    "pycuda",
+    "torchao",
     "nvidia-modelopt",
     "torch-pruning",
     "numpy",

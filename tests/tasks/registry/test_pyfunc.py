@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
-from tasks import layout, pyfunc
-from tasks.engines.protocol import check_batch
+from tasks import layout, pyfunc, registry, signing, target
+from tasks.engines.protocol import BACKENDS, check_batch
 from tasks.errors import Fault
 from tasks.files import read_json
 from tasks.manifest import TensorSpec
@@ -82,6 +84,11 @@ def test_a_fresh_process_predicts_with_the_recorded_accuracy(place: Any, tmp_pat
     assert "int64" in kind
 
 
+def test_every_backend_says_what_its_consumers_need() -> None:
+    assert set(registry.ENGINE_PACKAGES) == set(BACKENDS)
+    assert {package for packages in registry.ENGINE_PACKAGES.values() for package in packages} <= set(target.LIBRARIES)
+
+
 class Pair:
     """A session of two inputs, at most two samples at once; the output is their sum."""
 
@@ -120,3 +127,25 @@ def test_a_damaged_engine_is_not_opened(place: Any, tmp_path: Path) -> None:
     assert "refused: " in done.stderr
     assert "is not the one its manifest describes" in done.stderr
     assert "dvc repro build@thin-ort" in done.stderr
+
+
+def test_a_consumer_who_trusts_a_key_takes_what_it_signed_alone(
+    place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = ec.generate_private_key(ec.SECP256R1())
+    private, public = tmp_path / "key.pem", tmp_path / "key.pub"
+    private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    public.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    monkeypatch.setenv(signing.PRIVATE, str(private))
+    signing.sign(layout.artifact("thin-ort"))
+    place.record()
+    place.promote("thin-ort")
+    monkeypatch.setenv(signing.PUBLIC, str(public))
+    test = place.root / layout.DATA / "test.npz"
+    taken = consume(place, tmp_path / "first", CONSUMER, str(test))
+    assert taken.returncode == 0, taken.stderr
+    described = next((place.root / "mlartifacts").rglob("artifacts/*/manifest.json"))
+    described.write_text(described.read_text().replace('"max_batch": 64', '"max_batch": 65'))
+    refused = consume(place, tmp_path / "second", CONSUMER, str(test))
+    assert refused.returncode != 0
+    assert "has no valid signature" in refused.stderr and "manifest.json" in refused.stderr
