@@ -15,10 +15,13 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from tasks import manifest, onnx_file, target
-from tasks.engines import protocol, tensorrt_rtx, trt_build, trt_callbacks
+from tasks.engines import protocol, trt_build, trt_callbacks
 from tasks.errors import Fault, Unavailable
 from tasks.files import sha256
 from tasks.settings import BuildParams
+
+pytest.importorskip("tensorrt_rtx")
+tensorrt_rtx: Any = protocol.backend("tensorrt_rtx")
 
 
 def spec(**settings: Any) -> BuildParams:

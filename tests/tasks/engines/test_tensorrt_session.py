@@ -17,10 +17,11 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(params=["tensorrt", "tensorrt_rtx"])
-def opened(request: pytest.FixtureRequest, artifact: Any, tmp_path: Path) -> Any:
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     """`opened(**settings)`: an open session of an engine of the tiny model, built for this GPU."""
     pytest.importorskip("pycuda")
     pytest.importorskip(request.param)
+    artifact = request.getfixturevalue("artifact")
     here = target.fingerprint().compute_capability
     sessions = []
 

@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import tensorrt_rtx
+
+tensorrt_rtx = pytest.importorskip("tensorrt_rtx")
 
 ROOT = Path(__file__).resolve().parents[3]
 STUBS, ENGINES = ROOT / "tests/stubs", ROOT / "tasks/engines"
