@@ -6,7 +6,7 @@ import platform
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from tasks.engines.protocol import open_engine
 from tasks.errors import Fault
 from tasks.gates import shown
 from tasks.manifest import Manifest, TensorSpec
+from tasks.monitor import Conditions, Monitor, lines
 from tasks.settings import BenchmarkParams
 from tasks.stats import Interval
 from tasks.timing import Timing
@@ -30,7 +31,7 @@ SAMPLES = 64
 
 @dataclass(frozen=True)
 class Environment:
-    """The machine, and what else ran on it: the load average before and after."""
+    """The machine, and what else ran on it: the load average before and after, and more in `conditions`."""
 
     target_id: str
     name: str
@@ -39,6 +40,7 @@ class Environment:
     python: str
     governor: str | None
     load_average: tuple[float, float]
+    conditions: Conditions | None = None
 
 
 @dataclass(frozen=True)
@@ -84,22 +86,25 @@ def bench(folders: Sequence[Path], data: Path | None, params: BenchmarkParams) -
     before, interrupted = measure.load_average(), False
     with ExitStack() as stack:
         sessions = {n: stack.enter_context(open_engine(f)) for n, f in zip(names, folders, strict=True)}
-        measured = measure.Measurement(sessions, inputs, params, family=max(1, len(names) - 1))
+        watch = stack.enter_context(Monitor([session.device for session in sessions.values()], params))
+        family = max(1, len(names) - 1)
+        measured = measure.Measurement(sessions, inputs, params, family=family, disturbed=watch.disturbed)
         try:
             measured.run()
         except KeyboardInterrupt:
             interrupted = True
-        timings = measured.timings()
+        timings, conditions = measured.timings(), watch.conditions()
     rows = [_row(name, described[name], timings, names[0], params) for name in names]
     source = data.name if data else "random"
-    around = environment((before, measure.load_average()))
+    around = environment((before, measure.load_average()), conditions)
     return BenchReport(rows, params.batch, params.clock, source, params.confidence, interrupted, around)
 
 
-def environment(load: tuple[float, float]) -> Environment:
+def environment(load: tuple[float, float], conditions: Conditions | None = None) -> Environment:
     """This machine, with its load average before and after a measurement."""
     here = target.fingerprint()
-    return Environment(here.id, here.name, here.cores, here.system, platform.python_version(), governor(), load)
+    python = platform.python_version()
+    return Environment(here.id, here.name, here.cores, here.system, python, governor(), load, conditions)
 
 
 def show(report: BenchReport, console: Console) -> None:
@@ -116,8 +121,8 @@ def show(report: BenchReport, console: Console) -> None:
         f"batch {report.batch}, {report.data} inputs, the {report.clock}'s clock, {rounds} rounds"
         f"{', interrupted' if report.interrupted else ''}; speed is the first engine's time over this one's, "
         f"all intervals together at {report.confidence:.0%}",
-        f"{e.target_id} ({e.name}), {e.system}, Python {e.python}, governor {e.governor or 'unknown'}, "
-        f"load {e.load_average[0]:.2f} before, {e.load_average[1]:.2f} after",
+        f"{e.target_id} ({e.name}), {e.system}, Python {e.python}",
+        *(lines(asdict(e.conditions)) if e.conditions else []),
         sep="\n",
         highlight=False,
     )

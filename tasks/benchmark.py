@@ -9,12 +9,17 @@ from pathlib import Path
 
 import numpy as np
 
-from tasks import manifest, measure, sequential, target
+from tasks import energy, footprint, manifest, measure, sequential, target
 from tasks.data import read
+from tasks.energy import Energy
 from tasks.engines.protocol import Session, open_engine
 from tasks.errors import Fault, Unavailable
+from tasks.footprint import Footprint
+from tasks.manifest import Manifest
+from tasks.monitor import Conditions, Monitor
 from tasks.settings import BenchmarkParams, min_rounds
 from tasks.stats import Interval, ratio
+from tasks.timing import make_pool
 from tasks.workloads.protocol import Arrays
 
 
@@ -36,7 +41,8 @@ class BenchmarkReport:
     `baseline` is the baseline's own timing of the same rounds, so that the speed-up can be
     computed again from this file; `also` holds the other batch sizes. `confidence` is that of the single interval
     `speedup`, raised for the looks that were taken and the engines that were judged together. `load_average` was
-    read before and after. `target_id` is the machine that was measured.
+    read before and after. `target_id` is the machine that was measured, `conditions` what it was like meanwhile.
+    `energy` is the engine's at `batch`, `footprint` what it took to open.
     """
 
     timing: measure.Timing | None
@@ -51,38 +57,35 @@ class BenchmarkReport:
     baseline_sha256: str
     load_average: tuple[float, float] | None
     target_id: str
+    conditions: Conditions | None = None
+    energy: Energy | None = None
+    footprint: Footprint | None = None
 
 
 def benchmark(source: Path, baseline: Path, data: Path, params: BenchmarkParams, family: int = 1) -> BenchmarkReport:
     """Measure the engine in `source` and the one in `baseline` in the same rounds, on validation inputs.
 
     `family` is the number of engines whose speed-ups are judged together with this one's.
-    The baseline against itself is measured with two sessions: its ratio should hold 1.
+    The baseline against itself is measured with two sessions: its ratio should hold 1. The engine is opened first,
+    so that what it takes to open is its own.
     Raises Fault if the baseline can't run here: without it no engine can be timed.
     """
     described, other = manifest.read(source), manifest.read(baseline)
     before, here = measure.load_average(), target.fingerprint().id
+    inputs = measure.inputs_of(described.inputs, read(data / "validation.npz"), params.length)
     with ExitStack() as stack:
-        against = stack.enter_context(_open_baseline(baseline))
         try:
-            engine = stack.enter_context(open_engine(source))
+            engine, start = footprint.opened(source, described, make_pool(inputs, params.batch, 0)[0])
+            stack.enter_context(engine)
         except Unavailable as reason:
-            return BenchmarkReport(
-                timing=None,
-                baseline=None,
-                speedup=None,
-                confidence=None,
-                also=[],
-                versus=baseline.name,
-                not_run=str(reason),
-                unstable=None,
-                engine_sha256=described.engine_sha256,
-                baseline_sha256=other.engine_sha256,
-                load_average=None,
-                target_id=here,
-            )
-        inputs = measure.inputs_of(described.inputs, read(data / "validation.npz"), params.length)
-        first, *also = (_at(engine, against, inputs, p, family) for p in each_batch(params))
+            _open_baseline(baseline).__exit__(None, None, None)
+            return _not_run(str(reason), baseline.name, described, other, here)
+        against = stack.enter_context(_open_baseline(baseline))
+        watch = stack.enter_context(Monitor((engine.device, against.device), params))
+        metered = energy.prepare(engine.device, watch.card, params)
+        first, *also = (_at(engine, against, inputs, p, family, watch) for p in each_batch(params))
+        taken = energy.of(engine, inputs, params, metered, watch.disturbed)
+        conditions = watch.conditions()
     return BenchmarkReport(
         timing=first.timing,
         baseline=first.baseline,
@@ -96,6 +99,26 @@ def benchmark(source: Path, baseline: Path, data: Path, params: BenchmarkParams,
         baseline_sha256=other.engine_sha256,
         load_average=(before, measure.load_average()),
         target_id=here,
+        conditions=conditions,
+        energy=taken,
+        footprint=start,
+    )
+
+
+def _not_run(reason: str, versus: str, described: Manifest, baseline: Manifest, here: str) -> BenchmarkReport:
+    return BenchmarkReport(
+        timing=None,
+        baseline=None,
+        speedup=None,
+        confidence=None,
+        also=[],
+        versus=versus,
+        not_run=reason,
+        unstable=None,
+        engine_sha256=described.engine_sha256,
+        baseline_sha256=baseline.engine_sha256,
+        load_average=None,
+        target_id=here,
     )
 
 
@@ -107,10 +130,14 @@ def each_batch(params: BenchmarkParams) -> list[BenchmarkParams]:
     return [params, *(params.model_copy(update={"batch": batch, **other}) for batch in params.also)]
 
 
-def _at(engine: Session, baseline: Session, inputs: Arrays, params: BenchmarkParams, family: int) -> AtBatch:
+def _at(
+    engine: Session, baseline: Session, inputs: Arrays, params: BenchmarkParams, family: int, watch: Monitor
+) -> AtBatch:
     if params.also:
         print(f"at batch {params.batch}", flush=True)
-    timings = measure.interleave({"engine": engine, "baseline": baseline}, inputs, params, family=family)
+    timings = measure.interleave(
+        {"engine": engine, "baseline": baseline}, inputs, params, family=family, disturbed=watch.disturbed
+    )
     gain = measure.speedup(timings, "engine", "baseline", params.confidence, family)
     sure = measure.confidence_of(timings["engine"], params.confidence, family)
     reason = unstable(timings, params) or sequential.too_few(len(timings["engine"].medians), sure)

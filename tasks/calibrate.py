@@ -14,6 +14,7 @@ from tasks import beside, manifest, measure, sequential
 from tasks.bench import Environment, environment, random_inputs
 from tasks.disturbance import Host, load_average
 from tasks.engines.protocol import Session, backend, open_engine
+from tasks.monitor import Monitor
 from tasks.planted import Early, Slowed, tiny_engine
 from tasks.settings import BenchmarkParams
 from tasks.stats import Interval, mean_score
@@ -98,6 +99,7 @@ class Trials:
     asked: int
     params: BenchmarkParams
     seconds: float
+    disturbed: measure.Disturbed | None = None
     right: list[bool] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
     rounds: list[int] = field(default_factory=list)
@@ -138,7 +140,7 @@ class Trials:
     def _trial(self, bed: Bed, pair: list[Session]) -> None:
         params = self.params.model_copy(update={"seed": len(self.right)})
         sessions = {"plain": Slowed(pair[0], 0.0), "slowed": Slowed(pair[1], self.planted)}
-        measured = measure.Measurement(sessions, bed.pool, params)
+        measured = measure.Measurement(sessions, bed.pool, params, disturbed=self.disturbed)
         measured.run(tell=False)
         timings = measured.timings()
         gain = measure.speedup(timings, "plain", "slowed", params.confidence)
@@ -161,21 +163,23 @@ def calibrate(
     """
     start, load = time.monotonic(), load_average()
     bed = make_bed(engine or tiny_engine(scratch, 256, 4), made=engine is None)
-    same = Trials(0.0, trials, SAME, SAME_SHARE * budget_s)
-    power = [Trials(d, planted, PLANTED, POWER_SHARE * budget_s / len(DIFFERENCES)) for d in DIFFERENCES]
-    waited, compared, interrupted = None, [], False
-    try:
-        waited = early(EARLY_MS)
-        larger = bed if engine else make_bed(tiny_engine(scratch, 1024, 12), made=True)
-        tell("other timers beside ours")
-        compared = beside.side_by_side(larger.folder, larger.open, larger.pool, BESIDE_SHARE * budget_s, scratch)
-        for part in (same, *power):
-            part.run(bed, tell)
-    except KeyboardInterrupt:
-        interrupted = True
+    described, waited, compared, interrupted = manifest.read(bed.folder, trusted=False), None, [], False
+    with Monitor((described.device,), SAME) as watch:
+        same = Trials(0.0, trials, SAME, SAME_SHARE * budget_s, watch.disturbed)
+        each_s = POWER_SHARE * budget_s / len(DIFFERENCES)
+        power = [Trials(d, planted, PLANTED, each_s, watch.disturbed) for d in DIFFERENCES]
+        try:
+            waited = early(EARLY_MS)
+            larger = bed if engine else make_bed(tiny_engine(scratch, 1024, 12), made=True)
+            tell("other timers beside ours")
+            compared = beside.side_by_side(larger.folder, larger.open, larger.pool, BESIDE_SHARE * budget_s, scratch)
+            for part in (same, *power):
+                part.run(bed, tell)
+        except KeyboardInterrupt:
+            interrupted = True
     return Calibration(
         engine=engine.name if engine else "4 matrix products of 256 x 256 with ReLU, made on the spot",
-        backend=manifest.read(bed.folder, trusted=False).backend,
+        backend=described.backend,
         reopened=bed.reopen,
         early=waited,
         beside=compared,
@@ -183,7 +187,7 @@ def calibrate(
         power=[tally for part in power if (tally := part.tally())],
         interrupted=interrupted,
         seconds=time.monotonic() - start,
-        environment=environment((load, load_average())),
+        environment=environment((load, load_average()), watch.conditions()),
     )
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
+from tasks import monitor
 from tasks.beside import WITHIN, Beside
 from tasks.calibrate import PLANTED, SAME, Calibration, Tally
+from tasks.monitor import Conditions
 
 ALLOWED = 0.05
 ENOUGH = 100
@@ -24,6 +28,7 @@ def page(found: Calibration) -> str:
         f"| system | {e.system}, Python {e.python} |",
         f"| frequency governor | {e.governor or 'not told by the system'} |",
         f"| load average | {e.load_average[0]:.2f} before, {e.load_average[1]:.2f} after |",
+        *_conditions(e.conditions),
         f"| engine | {found.engine}, backend {found.backend} |",
         "",
         *_same(found),
@@ -32,6 +37,12 @@ def page(found: Calibration) -> str:
         *_beside(found.beside),
     ]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _conditions(found: Conditions | None) -> list[str]:
+    """Rows on the CPU and, where it was read, the GPU."""
+    told = [line.split(": ", 1) for line in monitor.lines(asdict(found))] if found else []
+    return [f"| while it was measured, {who} | {what} |" for who, what in told]
 
 
 def _same(found: Calibration) -> list[str]:

@@ -1,4 +1,4 @@
-"""The commands that stand beside the pipeline: `bench` and `calibrate`. What they need is imported when they run."""
+"""The commands that stand beside the pipeline: `bench`, `calibrate` and `sweep`. They import late what they need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tasks import machine
+from tasks import layout, machine, params
 from tasks.errors import Fault
 from tasks.files import atomic, write_json
 from tasks.settings import BenchmarkParams
@@ -29,9 +29,9 @@ def bench(
         raise Fault("--clock is none", got=clock, expected="host or device", do="name one of these")
     from tasks import bench as module
 
-    params = BenchmarkParams.model_validate({"batch": batch, "length": length, "budget_s": budget_s, "clock": clock})
+    settings = BenchmarkParams.model_validate({"batch": batch, "length": length, "budget_s": budget_s, "clock": clock})
     with machine.hold(True):
-        report = module.bench(engines, data, params)
+        report = module.bench(engines, data, settings)
     module.show(report, _console())
     if json:
         write_json(json, report)
@@ -58,6 +58,40 @@ def calibrate(
         with atomic(write) as part:
             part.write_text(text)
     print(text, end="")
+
+
+def sweep(
+    name: Annotated[str, typer.Argument(help="An engine of params.yaml.")],
+    batches: Annotated[str | None, typer.Option(help="Sizes with commas; powers of two without.")] = None,
+    streams: Annotated[str, typer.Option(help="Sessions at the same time, with commas.")] = "1,2,4,8",
+    max_latency_ms: Annotated[float | None, typer.Option(help="Instead of benchmark.max_latency_ms.", min=0)] = None,
+    rounds: Annotated[int, typer.Option(help="Windows of each point.", min=2)] = 5,
+) -> None:
+    """Latency and throughput over batch sizes and streams; the best under a limit. Ctrl-C keeps what was measured."""
+    tree = params.load(layout.PARAMS, models=False)
+    if name not in tree.engines:
+        raise Fault("sweep: no such engine in params.yaml", got=name, expected=", ".join(tree.engines), do="name one")
+    from tasks import manifest, sweep_page
+    from tasks import sweep as module
+
+    folder, settings = layout.artifact(name), tree.params.benchmark
+    if max_latency_ms is not None:
+        settings = BenchmarkParams.model_validate({**settings.model_dump(), "max_latency_ms": max_latency_ms})
+    largest = manifest.read(folder).max_batch
+    sizes = module.default_batches(largest) if batches is None else _numbers("--batches", batches)
+    with machine.hold(True):
+        found = module.sweep(folder, layout.DATA, settings, sizes, _numbers("--streams", streams), _tell, rounds)
+    write_json(layout.sweep(name), found)
+    with atomic(layout.sweep(name).with_suffix(".html")) as part:
+        part.write_text(sweep_page.page(found))
+    sweep_page.show(found, _console())
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or not all(word.isdigit() and int(word) for word in words):
+        raise Fault(f"{option} is no list", got=text or "nothing", expected="such as 1,2,4", do="mend it")
+    return sorted({int(word) for word in words})
 
 
 def _tell(line: str) -> None:

@@ -13,6 +13,7 @@ from tasks.data import read
 from tasks.engines.protocol import open_engine
 from tasks.files import digest_of, read_json
 from tasks.gates import judge, shown
+from tasks.monitor import Conditions, Monitor
 from tasks.params import Tree
 from tasks.record import lineage_params
 from tasks.results import Variant
@@ -28,12 +29,13 @@ AS_FAST = 1.05
 class Comparison:
     """All variants with verdicts; `winner` is the fastest that passed, by `head_to_head`.
 
-    `head_to_head` holds the finalists' timings of one measurement in common rounds.
+    `head_to_head` holds the finalists' timings of one measurement in common rounds, under `conditions`.
     """
 
     variants: list[dict[str, Any]]
     head_to_head: dict[str, measure.Timing]
     winner: str | None
+    conditions: Conditions | None = None
 
 
 def compare(tree: Tree, data: Path) -> Comparison:
@@ -41,13 +43,14 @@ def compare(tree: Tree, data: Path) -> Comparison:
     judged = judged_variants(tree)
     by_name = {name: v for v in judged for name in (v.name, *v.also)}
     names = finalists(tree, judged)
-    timings = head_to_head(names, data, tree.params.benchmark) if len(names) > 1 else {}
+    timings, conditions = head_to_head(names, data, tree.params.benchmark) if len(names) > 1 else ({}, None)
     judged = [_against_plain(v, tree, by_name, timings) for v in judged]
     winner = _winner([v for v in judged if v.verdict == "passed"], timings, tree.params.benchmark.confidence)
     truncated = {v.name for v in front(judged)[MAX_FINALISTS:]}
     judged = [_against_winner(v, winner, timings, truncated, tree.params.benchmark.confidence) for v in judged]
     judged = [_unsettled(v, timings) for v in judged]
-    return Comparison([results.plain(replace(v, content=_content(tree, v))) for v in judged], timings, winner)
+    found = [results.plain(replace(v, content=_content(tree, v))) for v in judged]
+    return Comparison(found, timings, winner, conditions)
 
 
 def judged_variants(tree: Tree) -> list[Variant]:
@@ -92,13 +95,16 @@ def front(judged: list[Variant]) -> list[Variant]:
     return sorted(found, key=lambda v: -v.speedup.value if v.speedup else 0.0)
 
 
-def head_to_head(names: list[str], data: Path, params: BenchmarkParams) -> dict[str, measure.Timing]:
+def head_to_head(names: list[str], data: Path, params: BenchmarkParams) -> tuple[dict[str, measure.Timing], Conditions]:
     """Time several engines in common rounds on validation inputs, until all are told apart from the fastest."""
     samples = read(data / "validation.npz")
     with ExitStack() as stack:
         sessions = {name: stack.enter_context(open_engine(layout.artifact(name))) for name in names}
         inputs = measure.inputs_of(sessions[names[0]].inputs, samples, params.length)
-        return measure.interleave(sessions, inputs, params, family=_pairs(len(names)), fastest=True)
+        watch = stack.enter_context(Monitor([session.device for session in sessions.values()], params))
+        family = _pairs(len(names))
+        timings = measure.interleave(sessions, inputs, params, family=family, fastest=True, disturbed=watch.disturbed)
+        return timings, watch.conditions()
 
 
 def _pairs(n: int) -> int:

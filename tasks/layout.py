@@ -30,6 +30,11 @@ def report(step: str, name: str) -> Path:
     return RESULTS / step / f"{name}.json"
 
 
+def sweep(name: str) -> Path:
+    """The sweep of an engine: no stage reads it."""
+    return Path("reports/sweep") / f"{name}.json"
+
+
 def scores(name: str) -> Path:
     """The per-sample scores of an evaluated engine."""
     return RESULTS / "evaluate" / f"{name}.npz"

@@ -23,6 +23,7 @@ from tasks.data import read
 from tasks.engines.protocol import Session, open_engine
 from tasks.errors import Fault
 from tasks.files import read_json, size_bytes
+from tasks.monitor import Monitor
 from tasks.params import Tree
 from tasks.results import Variant
 from tasks.stats import Interval, mean_score, paired_change
@@ -201,7 +202,9 @@ def _challenge(
         samples = read(data / "validation.npz")
         settings = tree.params.benchmark
         inputs = measure.inputs_of(challenger.inputs, samples, settings.length)
-        timings = measure.interleave({"challenger": challenger, "champion": defender}, inputs, settings)
+        watch = stack.enter_context(Monitor((challenger.device, defender.device), settings))
+        sessions = {"challenger": challenger, "champion": defender}
+        timings = measure.interleave(sessions, inputs, settings, disturbed=watch.disturbed)
     gain = measure.speedup(timings, "challenger", "champion", tree.params.benchmark.confidence)
     return gain, (f"{candidate.name} side by side with {label}: {gates.shown('speedup', gain)} of its speed",)
 

@@ -1,10 +1,10 @@
-"""What the report page says of each engine beyond its numbers: its layers, its parity, the search behind it."""
+"""What the report page says of each engine beyond its numbers: its layers and parity, its start and conditions."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tasks import layers, layout
+from tasks import energy, footprint, layers, layout, monitor
 from tasks.files import read_json
 from tasks.params import Tree
 
@@ -33,15 +33,25 @@ def precision(asked: str, found: dict[str, int]) -> str:
 
 
 def engines(tree: Tree, variants: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each engine whose layers are known: its name, cells, parity by output, and its layers."""
+    """Of each engine that something is known of: its name, cells, parity by output, layers, and how it was measured."""
     found = []
     for variant in variants:
         listed = layers.read(layout.artifact(variant["name"])) if variant["name"] in tree.nodes else ()
         parity = variant["evidence"]["parity"] if variant.get("evidence") else ()
-        if listed or parity:
+        told = measured(variant["name"]) if variant["name"] in tree.nodes else []
+        if listed or parity or told:
             rows = [vars(layer) for layer in listed]
-            found.append({"name": variant["name"], "cells": cells(variant), "parity": parity, "layers": rows})
+            known = {"name": variant["name"], "cells": cells(variant), "parity": parity, "layers": rows}
+            found.append({**known, "measured": told})
     return found
+
+
+def measured(name: str) -> list[str]:
+    """Sentences on an engine's start, memory, energy, and the machine while it was timed; none if it wasn't."""
+    path = layout.report("benchmark", name)
+    timed = read_json(path) if path.is_file() else {}
+    parts = ((footprint, "footprint"), (energy, "energy"), (monitor, "conditions"))
+    return [line for module, key in parts if timed.get(key) for line in module.lines(timed[key])]
 
 
 def searches(tree: Tree) -> list[dict[str, Any]]:

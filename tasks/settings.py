@@ -66,9 +66,13 @@ class BenchmarkParams(Settings):
     Each of `rounds` rounds times every engine once, in random order, for `window_ms`. While a speed-up's
     interval is wider than `max_width` (relative) or holds 1, rounds go on up to `max_rounds`, or until they have
     taken `budget_s` seconds per variant; one that is still too wide then is reported as unstable.
-    A window in which other processes took more than the share `max_lost` of its time is thrown away.
+    A window is thrown away in which other processes took more than the share `max_lost` of its time, or in which the
+    GPU was throttled, but for limits of its own in `tolerate`, or ran below the share `min_clock` of its highest clock.
     `clock` is `host` for a call as a caller sees it, copies included, or `device` for the GPU's own time
     between two events, with inputs already there.
+
+    With `energy`, four windows of `energy_s` seconds are added for the energy that an inference takes, where there is
+    a meter. `max_latency_ms` is the limit under which `sweep` looks for the batch with the most throughput.
     """
 
     batch: Positive = 1
@@ -82,6 +86,11 @@ class BenchmarkParams(Settings):
     max_width: Fraction = 0.1
     budget_s: Rate = 8.0
     max_lost: Rate = 0.1
+    min_clock: Fraction = 0.9
+    tolerate: tuple[Literal["power", "thermal"], ...] = ()
+    energy: bool = True
+    energy_s: Rate = 1.0
+    max_latency_ms: Rate | None = None
     confidence: Annotated[Number, Field(ge=0.8, lt=1)] = 0.95
     seed: Whole = 0
 

@@ -57,7 +57,7 @@ APART = dict.fromkeys(("train", "prune", "sparsify", "factorize", "share", "dist
     "promote": {"workloads/protocol", "record", "curves"},
     "report": {
         *("compare", "record", "measure", "timing", "sequential", "disturbance", "engines/protocol"),
-        *("stats", "manifest", "data", "workloads/protocol"),
+        *("stats", "manifest", "data", "workloads/protocol", "meters", "gpu_state", "cpu_state"),
     },
 }
 

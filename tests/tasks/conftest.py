@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -131,3 +132,13 @@ def text() -> Any:
 def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No training goes on from another test's state."""
     monkeypatch.setattr(layout, "STATE", tmp_path / ".enginesmith")
+
+
+@pytest.fixture(scope="session")
+def fake_nvml() -> ModuleType:
+    """The module of a card that says what a test wants."""
+    spec = importlib.util.spec_from_file_location("fake_nvml", Path(__file__).with_name("fake_nvml.py"))
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -174,7 +174,7 @@ def test_a_finalist_whose_latency_did_not_settle_says_so(
     for name in ("base-ort", "slim-kd-ort"):
         planted(name, 4.0)
     common = {"base-ort": timing(1.0, 0), "slim-kd-ort": replace(timing(2.0, 1), warm=False)}
-    monkeypatch.setattr("tasks.compare.head_to_head", lambda *_: common)
+    monkeypatch.setattr("tasks.compare.head_to_head", lambda *_: (common, None))
     found = {v["name"]: v["reasons"] for v in compare(tree, layout.DATA).variants}
     assert found["slim-kd-ort"][-1] == "head to head, its latency did not settle during warm-up"
     assert not any("settle" in reason for name in found if name != "slim-kd-ort" for reason in found[name])

@@ -1,0 +1,217 @@
+"""Latency and throughput of an engine over batch sizes and over sessions that run at the same time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from tasks import energy, manifest, measure, target
+from tasks.data import read
+from tasks.disturbance import Host, settle
+from tasks.engines.protocol import Session
+from tasks.errors import Fault
+from tasks.manifest import Manifest
+from tasks.monitor import Conditions, Monitor
+from tasks.settings import BenchmarkParams
+from tasks.stats import Interval, needed, percentile
+from tasks.streams import flags, opened, together
+from tasks.target import last_level_cache_bytes
+from tasks.timing import make_pool
+from tasks.workloads.protocol import Arrays
+
+ROUNDS = 5
+STREAMS = (1, 2, 4, 8)
+JUDGED = 90
+# So many calls in a window that all rounds together are enough for the percentile that is judged.
+CALLS = -(-needed(JUDGED) // ROUNDS)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One batch size, in `streams` sessions at the same time, each with its next call right after the last.
+
+    Latencies are of a call, in milliseconds, None with too few calls; throughput is in samples a second, its mean over
+    the rounds with Student's interval. `within` says whether p90 keeps the limit, None without a limit or a p90.
+    `discarded` counts windows thrown away, by reason; `disturbed` says that one had to be used.
+    """
+
+    batch: int
+    streams: int
+    p50: float | None
+    p90: float | None
+    p99: float | None
+    n: int
+    throughput_per_s: Interval
+    within: bool | None
+    discarded: dict[str, int] = field(default_factory=dict)
+    disturbed: str | None = None
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """All points of one engine; `best` is the one with the most throughput among those within `max_latency_ms`.
+
+    Without a limit it is the one with the most throughput of all. `skipped` says why streams weren't measured.
+    """
+
+    engine: str
+    engine_sha256: str
+    device: str
+    target_id: str
+    points: list[Point]
+    best: Point | None
+    max_latency_ms: float | None
+    skipped: dict[str, str]
+    rounds: int
+    interrupted: bool
+    conditions: Conditions
+
+
+@dataclass
+class Cell:
+    """A point while it is measured."""
+
+    batch: int
+    streams: int
+    pool: list[Arrays]
+    latencies: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    discarded: Counter[str] = field(default_factory=Counter)
+    disturbed: str | None = None
+
+
+def sweep(
+    folder: Path,
+    data: Path,
+    params: BenchmarkParams,
+    batches: Sequence[int],
+    streams: Sequence[int],
+    tell: Callable[[str], None],
+    rounds: int = ROUNDS,
+) -> Sweep:
+    """Measure every batch size in every number of streams, in rounds, in an order drawn anew for each.
+
+    Inputs are of the validation split; calls are timed by the host's clock, copies included. An interruption (Ctrl-C)
+    ends it, and what was found until then is returned. Raises Fault for batches that the engine doesn't take, and
+    Unavailable if it can't run here.
+    """
+    described = manifest.read(folder)
+    _require(folder.name, described, batches, streams)
+    inputs = measure.inputs_of(described.inputs, read(data / "validation.npz"), params.length)
+    with ExitStack() as stack:
+        sessions, skipped = opened(folder, streams, stack)
+        watch = stack.enter_context(Monitor((sessions[0].device,), params))
+        stack.enter_context(flags(described))
+        pools = {batch: make_pool(inputs, batch, 2 * last_level_cache_bytes()) for batch in batches}
+        cells = [Cell(b, s, pools[b]) for s in streams if s <= len(sessions) for b in batches]
+        interrupted = _rounds(cells, sessions, described.threads, params, watch, tell, rounds)
+        conditions = watch.conditions()
+    points = [_point(cell, params) for cell in cells if len(cell.rates) > 1]
+    return Sweep(
+        engine=folder.name,
+        engine_sha256=described.engine_sha256,
+        device=described.device,
+        target_id=target.fingerprint().id,
+        points=points,
+        best=best(points, params.max_latency_ms),
+        max_latency_ms=params.max_latency_ms,
+        skipped=skipped,
+        rounds=rounds,
+        interrupted=interrupted,
+        conditions=conditions,
+    )
+
+
+def best(points: Sequence[Point], limit: float | None) -> Point | None:
+    """The point with the most throughput; under a limit, of those that are known to keep it."""
+    fit = [point for point in points if limit is None or point.within]
+    return max(fit, key=lambda point: point.throughput_per_s.value, default=None)
+
+
+def default_batches(max_batch: int) -> list[int]:
+    """Powers of two up to the largest batch, and that."""
+    return sorted({*(1 << i for i in range(max_batch.bit_length()) if 1 << i <= max_batch), max_batch})
+
+
+def _rounds(
+    cells: list[Cell],
+    sessions: Sequence[Session],
+    threads: int,
+    params: BenchmarkParams,
+    watch: Monitor,
+    tell: Callable[[str], None],
+    rounds: int,
+) -> bool:
+    rng = np.random.default_rng(params.seed)
+    try:
+        for cell in cells:
+            together(sessions[: cell.streams], cell.pool, params.warmup_ms / 1e3 / len(cells), 0)
+        for number in range(rounds):
+            for i in rng.permutation(len(cells)):
+                _measure(cells[i], sessions[: cells[i].streams], threads, params, watch)
+            tell(f"round {number + 1} of {rounds}")
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def _measure(cell: Cell, sessions: Sequence[Session], threads: int, params: BenchmarkParams, watch: Monitor) -> None:
+    """One window; a disturbed one is made again, once."""
+    watches: list[Callable[[], str | None]] = [watch.disturbed]
+    if len(sessions) * threads <= target.cores():
+        watches.append(Host(params.max_lost))  # More threads than cores wait for each other.
+    for left in (1, 0):
+        spun = settle()
+        for look in watches:
+            look()
+        times, rate = together(sessions, cell.pool, params.window_ms / 1e3, CALLS)
+        told = [spun, *(look() for look in watches)]
+        reason = next((t for t in told if t), None)
+        if reason:
+            cell.discarded[reason] += 1
+        if reason is None or not left:
+            break
+    cell.disturbed = reason or cell.disturbed
+    cell.latencies += times
+    cell.rates.append(rate * cell.batch)
+
+
+def _point(cell: Cell, params: BenchmarkParams) -> Point:
+    samples = np.array(cell.latencies)
+    p50, p90, p99 = (percentile(samples, q) for q in (50, JUDGED, 99))
+    limit = params.max_latency_ms
+    return Point(
+        batch=cell.batch,
+        streams=cell.streams,
+        p50=p50,
+        p90=p90,
+        p99=p99,
+        n=len(samples),
+        throughput_per_s=energy.mean(np.array(cell.rates), params.confidence),
+        within=None if limit is None or p90 is None else p90 <= limit,
+        discarded=dict(cell.discarded),
+        disturbed=cell.disturbed,
+    )
+
+
+def _require(name: str, described: Manifest, batches: Sequence[int], streams: Sequence[int]) -> None:
+    wrong = [b for b in batches if not 1 <= b <= described.max_batch]
+    if wrong or not batches:
+        raise Fault(
+            f"{name} doesn't take that batch",
+            got=", ".join(map(str, wrong)) or "none",
+            expected=f"1 to {described.max_batch}",
+            do="name others with --batches",
+        )
+    if not streams or min(streams) < 1:
+        raise Fault(
+            "no such number of streams",
+            got=", ".join(map(str, streams)) or "none",
+            expected="whole numbers of at least 1",
+            do="name others with --streams",
+        )
