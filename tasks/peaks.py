@@ -9,19 +9,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tasks import layout
 from tasks.files import read_json, write_json
 from tasks.target import Target, fingerprint, last_level_cache_bytes, plain
 
-if TYPE_CHECKING:
-    from tasks.peaks_probe import Rate
-
 SCHEMA = 1
 CPU_FORMATS = ("fp32", "bf16", "fp16", "int8")
 CUDA_FORMATS = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8")
 BUDGET_S, CALM = 12.0, 0.8
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A rate in units a second over some repeats: the best, the median, the lowest; `by` says what reached it."""
+
+    best: float
+    median: float
+    low: float
+    repeats: int
+    by: str
 
 
 @dataclass(frozen=True)
@@ -58,8 +66,6 @@ def path(target_id: str) -> Path:
 
 def known(target_id: str) -> tuple[Peaks, ...]:
     """What was probed of a target before; nothing if there is no file, or one of another version."""
-    from tasks.peaks_probe import Rate
-
     file = path(target_id)
     if not file.is_file():
         return ()
@@ -67,14 +73,14 @@ def known(target_id: str) -> tuple[Peaks, ...]:
         raw = read_json(file)
         if raw["schema"] != SCHEMA or raw["target"]["id"] != target_id:
             return ()
-        return tuple(_restored(peaks, Rate) for peaks in raw["peaks"])
+        return tuple(_restored(peaks) for peaks in raw["peaks"])
     except (ValueError, KeyError, TypeError):
         return ()
 
 
-def _restored(raw: dict[str, Any], rate: type[Rate]) -> Peaks:
-    rates = {key: rate(**raw[key]) for key in ("memory", "cache")}
-    return Peaks(**{**raw, **rates, "matrix": {name: rate(**value) for name, value in raw["matrix"].items()}})
+def _restored(raw: dict[str, Any]) -> Peaks:
+    rates = {key: Rate(**raw[key]) for key in ("memory", "cache")}
+    return Peaks(**{**raw, **rates, "matrix": {name: Rate(**value) for name, value in raw["matrix"].items()}})
 
 
 def find(peaks: Iterable[Peaks], device: str, threads: int) -> Peaks | None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from tasks.engines.torch_forms import flags
+from tasks.peaks import Rate
 from tasks.target import last_level_cache_bytes
 
 REPEATS, LEAST = 25, 3
@@ -24,17 +24,6 @@ SMALL, SLOW_S = 256, 0.005
 LAUNCHES = 10
 Seconds = Callable[[], float]
 Work = Callable[[], object]
-
-
-@dataclass(frozen=True)
-class Rate:
-    """A rate in units a second over some repeats: the best, the median, the lowest; `by` says what reached it."""
-
-    best: float
-    median: float
-    low: float
-    repeats: int
-    by: str
 
 
 def repeated(seconds: Seconds, amount: float, by: str, budget_s: float) -> Rate:

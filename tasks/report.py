@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tasks import curves, layout, report_proof, results
+from tasks import curves, layout, report_proof, results, roofline_table
 from tasks.compare import WINS
 from tasks.files import atomic_folder, digest_of, read_json, sha256, write_json
 from tasks.gates import shown
@@ -37,7 +37,8 @@ def report(tree: Tree, workload: Path, here: Target, data: Path, target: Path) -
     with atomic_folder(target) as folder:
         write_json(folder / "summary.json", summary)
         engines = report_proof.engines(tree, ordered(summary["variants"]))
-        (folder / "index.html").write_text(page(summary, engines, report_proof.searches(tree)))
+        rooflines = roofline_table.of_tree(tree, [engine["name"] for engine in engines])
+        (folder / "index.html").write_text(page(summary, engines, report_proof.searches(tree), rooflines))
         _table(folder / "variants.csv", summary)
         curves.write(folder / "curves.csv", tree)
     return ReportReport(len(summary["variants"]), sha256(target / "summary.json"))
@@ -111,9 +112,15 @@ def _entry(variant: Variant, run: str | None) -> dict[str, Any]:
 
 
 def page(
-    summary: dict[str, Any], engines: Sequence[dict[str, Any]] = (), searches: Sequence[dict[str, Any]] = ()
+    summary: dict[str, Any],
+    engines: Sequence[dict[str, Any]] = (),
+    searches: Sequence[dict[str, Any]] = (),
+    rooflines: Sequence[dict[str, Any]] = (),
 ) -> str:
-    """The report as one HTML page that needs no network; `engines` and `searches` as report_proof finds them."""
+    """The report as one HTML page that needs no network.
+
+    `engines` and `searches` are as report_proof finds them, `rooflines` as roofline_table does.
+    """
     from jinja2 import Environment, FileSystemLoader
 
     environment = Environment(loader=FileSystemLoader(Path(__file__).with_name("templates")), autoescape=True)
@@ -126,6 +133,7 @@ def page(
         colors=COLORS,
         engines=engines,
         searches=searches,
+        rooflines=rooflines,
     )
 
 

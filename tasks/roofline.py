@@ -143,9 +143,8 @@ def works_of(
         model = [n for n in tree.lineage(name) if tree.nodes[n].step in MODEL_STEPS][-1]
         loaded = checkpoint.load(layout.artifact(model))
         length, compiled = next(iter(lengths.values()), None), described.backend == "inductor"
-        precision = described.precision_asked
-        found = module_work.of_modules(loaded.model, loaded.workload, batch, length, precision, compiled)
-        return found, []
+        asked = described.precision_asked
+        return module_work.of_modules(loaded.model, loaded.workload, batch, length, asked, compiled), []
     from tasks import onnx_file, onnx_work
 
     source = layout.artifact(str(tree.nodes[name].parent))

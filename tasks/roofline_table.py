@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from tasks import datasheets
-from tasks.peaks import Peaks
-from tasks.peaks_probe import Rate
-from tasks.roofline import LayerBound, Predicted, Roofline
+from tasks.errors import Fault, Unavailable
+from tasks.params import Tree
+from tasks.peaks import Peaks, Rate
+from tasks.roofline import LayerBound, Predicted, Roofline, of_engine
 
 HEADINGS = ("layer", "kind", "precision", "MFLOP", "KiB", "FLOP/byte", "bound", "limit", "measured", "× bound")
 SYSTOLIC = ("tiles of {unit}", "im2col KiB")
@@ -82,6 +83,20 @@ def predicted(found: Iterable[Predicted]) -> list[tuple[str, str, str, str]]:
         )
         for one in found
     ]
+
+
+def of_tree(tree: Tree, names: Iterable[str]) -> list[dict[str, Any]]:
+    """`section` of every engine whose device was probed here; a reason in its place where it can't be counted."""
+    found: list[dict[str, Any]] = []
+    for name in names:
+        try:
+            one = of_engine(tree, name)
+        except (Fault, Unavailable, ValueError, RuntimeError, KeyError) as error:
+            reason = error.line if isinstance(error, Fault) else f"{type(error).__name__}: {error}"
+            found.append({"name": name, "reason": " ".join(reason.split())[:300]})
+        else:
+            found += section([one]) if one else []
+    return found
 
 
 def section(rooflines: Iterable[Roofline]) -> list[dict[str, Any]]:

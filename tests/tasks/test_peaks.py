@@ -10,8 +10,7 @@ import pytest
 
 from tasks import peaks, peaks_probe, target
 from tasks.files import read_json
-from tasks.peaks import Peaks
-from tasks.peaks_probe import Rate
+from tasks.peaks import Peaks, Rate
 
 
 def rate(best: float, median: float | None = None) -> Rate:

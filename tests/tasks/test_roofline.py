@@ -1,26 +1,21 @@
-"""The bound of each layer and of an engine, by closed forms; and that no verdict can rest on it."""
+"""The bound of each layer and of an engine, by closed forms."""
 
 from __future__ import annotations
 
-import ast
 import io
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 from rich.console import Console
 
-from tasks import datasheets, gates, layers, layout, manifest, peaks, roofline, roofline_profile, roofline_table, target
+from tasks import datasheets, layers, layout, manifest, peaks, roofline, roofline_profile, roofline_table, target
 from tasks.errors import Fault
 from tasks.files import read_json, write_json
 from tasks.onnx_work import Work
 from tasks.params import Tree
-from tasks.peaks import Peaks
-from tasks.peaks_probe import Rate
-from tasks.results import Variant
-from tasks.settings import GateParams
+from tasks.peaks import Peaks, Rate
 from tasks.systolic import Product
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -218,41 +213,47 @@ def test_the_table_shows_layers_totals_and_predictions(tree: Tree, probed: Peaks
     assert bounds == sorted(bounds, reverse=True)
 
 
-@pytest.mark.parametrize(
-    "name", ["roofline", "flops", "over", "bound_ms", "multiply_adds", "predicted", "speedup_flops"]
-)
-def test_no_gate_can_be_put_on_a_roofline(name: str) -> None:
-    with pytest.raises(ValidationError):
-        GateParams.model_validate({name: {"min": 1.0}})
-    with pytest.raises(AttributeError):
-        gates.metric(Variant("v", (), "onnxruntime"), name)
+def rendered(rooflines: list[dict[str, Any]]) -> str:
+    from jinja2 import Environment, FileSystemLoader
+
+    environment = Environment(loader=FileSystemLoader(ROOT / "tasks" / "templates"), autoescape=True)
+    return environment.get_template("roofline.html.j2").render(rooflines=rooflines)
 
 
-def test_what_variants_are_judged_by_holds_nothing_of_it() -> None:
-    assert not {f.name for f in fields(Variant)} & {f.name for f in fields(roofline.Roofline)} - {"name"}
+def test_the_reports_section_folds_each_engine_and_says_what_could_not_be_counted(tree: Tree, probed: Peaks) -> None:
+    file = layout.artifact("slim-kd-onnx") / "model.onnx"
+    file.write_bytes(file.read_bytes() + b"\n")
+    found = roofline_table.of_tree(tree, ["base-ort", "slim-kd-ort", "base-rtx"])
+    assert [one["name"] for one in found] == ["base-ort", "slim-kd-ort"], "no peaks of a GPU here"
+    html = rendered(found)
+    assert html.count("<details>") == 2 and "not counted: engine slim-kd-ort wasn&#39;t built" in html
+    assert f"the bound of {found[0]['cells']['bound']}, mostly by compute" in html
+    assert "bound (predicted, datasheet)" in html and "relu_nchwc" in html
 
 
-def imports(module: str, seen: set[str]) -> set[str]:
-    """The modules of this project that one imports, at any depth."""
-    file = ROOT / (module.replace(".", "/") + ".py")
-    if module in seen or not file.is_file():
-        return seen
-    seen.add(module)
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("tasks"):
-            imports(node.module, seen)
-            for alias in node.names:
-                imports(f"{node.module}.{alias.name}", seen)
-    return seen
+def test_the_reports_section_of_a_device_that_was_not_probed_names_the_command(tree: Tree) -> None:
+    assert roofline_table.of_tree(tree, ["base-ort"]) == []
+    assert "python -m tasks peaks" in rendered([])
 
 
-@pytest.mark.parametrize("module", ["gates", "results", "compare", "promote", "stats", "timing", "sequential"])
-def test_verdicts_ranking_and_promotion_know_no_roofline(module: str) -> None:
-    known = imports(f"tasks.{module}", set())
-    assert f"tasks.{module}" in known
-    assert not known & {
-        f"tasks.{name}" for name in ("roofline", "peaks", "datasheets", "systolic", "onnx_work", "account")
-    }
+def test_the_commands_probe_profile_and_print(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tasks import roofline_commands
+
+    monkeypatch.setattr(peaks, "BUDGET_S", 0.1)
+    monkeypatch.setattr(roofline_profile, "BUDGET_S", 0.1)
+    monkeypatch.setattr(target, "_gpu", lambda: None)
+    roofline_commands.roofline("base-ort", batch=2, unit=128)
+    told = capsys.readouterr().out
+    assert "base-ort, batch 2, cpu, 1 thread" in told and "im2col KiB" in told and "µs" in told
+    assert peaks.find(peaks.known(target.fingerprint().id), "cpu", 1) is not None
+    roofline_commands.peaks(force=False, threads=None)
+    assert "ONNX Runtime's MatMulInteger" in capsys.readouterr().out
+    with pytest.raises(Fault, match=r"no such engine in params\.yaml"):
+        roofline_commands.roofline("nothing", batch=None, unit=128)
+    with pytest.raises(Fault, match="--threads is none"):
+        roofline_commands.peaks(force=False, threads=[0])
 
 
 def test_layers_of_a_gpu_engine_are_counted_without_the_gpu(tree: Tree, probed: Peaks) -> None:
