@@ -35,9 +35,10 @@ CALLS = -(-needed(JUDGED) // ROUNDS)
 class Point:
     """One batch size, in `streams` sessions at the same time, each with its next call right after the last.
 
-    Latencies are of a call, in milliseconds, None with too few calls; throughput is in samples a second, its mean over
-    the rounds with Student's interval. `within` says whether p90 keeps the limit, None without a limit or a p90.
-    `discarded` counts windows thrown away, by reason; `disturbed` says that one had to be used.
+    Latencies are of a call, in milliseconds, None with too few calls; throughput is in samples a second, the geometric
+    mean over the rounds with Student's interval of the logarithms. `within` says whether p90 keeps the limit, None
+    without a limit or a p90. `discarded` counts windows thrown away, by reason; `disturbed` says that one had to be
+    used.
     """
 
     batch: int
@@ -133,6 +134,12 @@ def best(points: Sequence[Point], limit: float | None) -> Point | None:
     return max(fit, key=lambda point: point.throughput_per_s.value, default=None)
 
 
+def rate(values: np.ndarray, confidence: float) -> Interval:
+    """The geometric mean of rates [n] of single windows, with Student's interval of their logarithms."""
+    logs = energy.mean(np.log(values), confidence)
+    return Interval(*(float(np.exp(v)) for v in (logs.value, logs.low, logs.high)))
+
+
 def default_batches(max_batch: int) -> list[int]:
     """Powers of two up to the largest batch, and that."""
     return sorted({*(1 << i for i in range(max_batch.bit_length()) if 1 << i <= max_batch), max_batch})
@@ -149,6 +156,11 @@ def _rounds(
 ) -> bool:
     rng = np.random.default_rng(params.seed)
     try:
+        # One after the other: backends compile and capture graphs at the first call of a shape.
+        for session in sessions:
+            for pool in {cell.batch: cell.pool for cell in cells}.values():
+                session.run(pool[0])
+                session.synchronize()
         for cell in cells:
             together(sessions[: cell.streams], cell.pool, params.warmup_ms / 1e3 / len(cells), 0)
         for number in range(rounds):
@@ -192,7 +204,7 @@ def _point(cell: Cell, params: BenchmarkParams) -> Point:
         p90=p90,
         p99=p99,
         n=len(samples),
-        throughput_per_s=energy.mean(np.array(cell.rates), params.confidence),
+        throughput_per_s=rate(np.array(cell.rates), params.confidence),
         within=None if limit is None or p90 is None else p90 <= limit,
         discarded=dict(cell.discarded),
         disturbed=cell.disturbed,

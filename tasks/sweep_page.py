@@ -12,6 +12,7 @@ from tasks import monitor
 from tasks.sweep import JUDGED, Point, Sweep
 
 PALETTE = ("#0969da", "#1a7f37", "#bf8700", "#cf222e", "#8250df", "#57606a")
+RIVALS = 4
 STYLE = "font: 15px/1.5 system-ui, sans-serif; color: #1f2328; max-width: 1240px; margin: 2rem auto; padding: 0 1rem"
 
 
@@ -44,11 +45,12 @@ def verdict(found: Sweep) -> str:
     b = found.best
     t = b.throughput_per_s
     alike = [p for p in found.points if p is not b and p.throughput_per_s.high >= t.low and (p.within or not limit)]
-    rivals = ", ".join(f"batch {p.batch} in {p.streams}" for p in alike)
+    named = [f"batch {p.batch} in {p.streams}" for p in sorted(alike, key=lambda p: -p.throughput_per_s.value)]
+    rivals = ", ".join(named[:RIVALS]) + (f" and {len(named) - RIVALS} more" if len(named) > RIVALS else "")
     return (
         f"{found.engine}: the most throughput{limit} is {t.value:,.0f} samples a second [{t.low:,.0f}, {t.high:,.0f}], "
         f"at batch {b.batch} in {b.streams} stream{'s' if b.streams > 1 else ''}"
-        + (f"; not told apart: {rivals} streams" if rivals else "")
+        + (f"; not told apart from it: {rivals}" if rivals else "")
         + (" (interrupted)" if found.interrupted else "")
     )
 
@@ -111,7 +113,6 @@ def plot(found: Sweep) -> str:
 
 
 def _mark(point: Point, found: Sweep) -> str:
-    if point == found.best:
-        return "best"
     told = {True: "within", False: "too slow", None: "" if found.max_latency_ms is None else "too few calls"}
-    return told[point.within]
+    words = ["best" if point == found.best else told[point.within], "disturbed" if point.disturbed else ""]
+    return ", ".join(word for word in words if word)

@@ -125,6 +125,13 @@ def test_a_call_slower_than_the_limit_is_out_and_one_with_too_few_calls_is_not_i
     assert (few.p90, few.within) == (None, None)
 
 
+def test_a_rate_and_its_interval_are_above_0_and_a_ratio_apart() -> None:
+    found = sweep.rate(np.array([10.0, 1000.0]), 0.95)
+    assert found.value == pytest.approx(100)
+    assert found.low > 0
+    assert found.high / found.value == pytest.approx(found.value / found.low)
+
+
 @pytest.mark.parametrize(("largest", "sizes"), [(1, [1]), (8, [1, 2, 4, 8]), (12, [1, 2, 4, 8, 12])])
 def test_batches_are_powers_of_two_up_to_the_largest(largest: int, sizes: list[int]) -> None:
     assert default_batches(largest) == sizes
