@@ -151,9 +151,9 @@ app.command("sign")(signing.sign_command)
 app.command("verify")(signing.verify_command)
 app.command("bench")(commands.bench)
 app.command("calibrate")(commands.calibrate)
-app.command("sweep")(commands.sweep)
 app.command("peaks")(roofline_commands.peaks)
 app.command("roofline")(roofline_commands.roofline)
+app.command("sweep")(commands.sweep)
 
 
 @app.command("target")

@@ -18,7 +18,7 @@ PARENTS = {
     "build": ("export", "quantize"),
 }
 TEARING = ("prune of channels", "prune of heads", "factorize", "share")
-RUNNABLE = ("eager", "onnxruntime")
+RUNNABLE = ("eager", "onnxruntime", "inductor", "tensorrt")
 
 
 def artifacts(raw: dict[str, Any]) -> list[tuple[str, str, Any]]:
@@ -53,12 +53,28 @@ def tree_faults(raw: dict[str, Any]) -> list[str]:
                 f"{section}.{name}.{key}: got {got!r}, made by {seen[got]}; "
                 f"expected an artifact made by {', '.join(allowed)}"
             )
+        faults += _format_faults(raw, section, name, got)
         if _descends(got, name, links):
             faults.append(
                 f"{section}.{name}.{key}: got {got!r}, which descends from {name!r} itself; "
                 "expected a tree: break the cycle"
             )
     return faults + _mask_faults(raw, links) + _baseline_faults(raw)
+
+
+def _format_faults(raw: dict[str, Any], section: str, name: str, got: str) -> list[str]:
+    """An exported program where an ONNX file is wanted, or the other way round."""
+    exported, value = raw.get("export", {}).get(got), raw[section][name]
+    if section not in ("quantize", "build") or not isinstance(exported, dict):
+        return []
+    wanted = "program" if value.get("backend") == "inductor" else "onnx"
+    found = exported.get("format", "onnx")
+    if found == wanted:
+        return []
+    return [
+        f"{section}.{name}.from: got {got!r}, exported as {found}; expected an export with format: {wanted}: "
+        "add one, and name it here"
+    ]
 
 
 def _mask_faults(raw: dict[str, Any], links: list[tuple[str, str, str, str]]) -> list[str]:
@@ -145,8 +161,8 @@ def _links(raw: dict[str, Any]) -> list[tuple[str, str, str, str]]:
 def _allowed(section: str, value: dict[str, Any]) -> tuple[str, ...]:
     if section != "build":
         return PARENTS[section]
-    known = {"eager": MODEL_STEPS, "onnxruntime": PARENTS["build"], "tensorrt_rtx": PARENTS["build"]}
-    return known.get(str(value.get("backend")), MODEL_STEPS + PARENTS["build"])
+    known = {"eager": MODEL_STEPS, "inductor": ("export",)}
+    return known.get(str(value.get("backend")), PARENTS["build"])
 
 
 def _descends(name: str, ancestor: str, links: list[tuple[str, str, str, str]]) -> bool:

@@ -26,7 +26,7 @@ def expected_edges(tree: params.Tree) -> set[tuple[str, str]]:
         if node.step == "distill":
             teacher = node.settings.teacher
             edges.add((f"{tree.nodes[teacher].step}@{teacher}", stage))
-        if node.step in ("train", "prune", "distill", "export", "quantize"):
+        if node.step in ("train", "prune", "distill", "export", "quantize", "build"):
             edges.add(("data", stage))
         if node.step == "build":
             edges |= {(stage, f"evaluate@{node.name}"), (stage, f"benchmark@{node.name}")}

@@ -58,6 +58,8 @@ APART = dict.fromkeys(("train", "prune", "sparsify", "factorize", "share", "dist
     "report": {
         *("compare", "record", "measure", "timing", "sequential", "disturbance", "engines/protocol"),
         *("stats", "manifest", "data", "workloads/protocol", "meters", "gpu_state", "cpu_state"),
+        *("checkpoint", "fit", "device", "structure", "training", "batches", "recurrent_op", "products", *QUANTISERS),
+        *("exported", "onnx_file", "engines/ort_start", "engines/torch_forms", "engines/torch_weights"),
     },
 }
 

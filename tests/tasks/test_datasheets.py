@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tasks.datasheets import SHEETS, Datasheet
 from tasks.layers import PRECISIONS
 
+FORMATS = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8")
 ASKED = (
     "T4", "L4", "A10", "A100 SXM 40 GB", "A100 SXM 80 GB", "H100 SXM", "H100 PCIe", "H200 SXM",
     "Jetson AGX Orin 64 GB", "Jetson Orin Nano 8 GB", "RTX 3090", "RTX 4090", "RTX 5090",
@@ -33,3 +36,14 @@ def test_fewer_bits_are_no_slower(sheet: Datasheet) -> None:
 def test_units() -> None:
     sheet = next(sheet for sheet in SHEETS if sheet.name == "A100 SXM 40 GB")
     assert sheet.flops_per_s["fp16"] == 312e12 and sheet.bytes_per_s == 1555e9
+
+
+def test_the_docs_have_the_same_numbers() -> None:
+    rows = {}
+    for line in (Path(__file__).resolve().parents[2] / "docs" / "roofline.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        rows[cells[0]] = cells[1:]
+    for sheet in SHEETS:
+        rates = [f"{sheet.tera[name]:g}" if name in sheet.tera else "–" for name in FORMATS]
+        assert rows[sheet.name][:9] == [*rates, f"{sheet.gb_per_s:g}", f"{sheet.gb:g}", f"{sheet.watts:g}"]
+        assert rows[sheet.name][9] == sheet.source

@@ -155,7 +155,7 @@ def failed_stage(_: Any) -> None:
     ("damage", "words"),
     [
         (nan_latency, "finite"),
-        (nan_scores, "accuracy_change has no finite number"),
+        (nan_scores, "150 scores: some are needed, and all of them finite"),
         (cut_scores, "paired scores"),
         (no_result, "no result of benchmark"),
         (half_result, "timing"),
