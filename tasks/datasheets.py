@@ -16,7 +16,7 @@ LABEL = "predicted, datasheet"
 class Datasheet:
     """`tera` by format: 10¹² operations a second, a multiply-add being two. A format that isn't there, the source
     doesn't tell, or the GPU doesn't have. `gb_per_s` is memory bandwidth, `gb` memory, `watts` the board's or module's
-    limit. `source` names NVIDIA's document; `seen` is a public page with the same numbers, which can be read.
+    limit. `source` names NVIDIA's document; `seen` is a public page that numbers of it were held against.
     """
 
     name: str
@@ -168,6 +168,7 @@ SHEETS = (
         32,
         575,
         "NVIDIA RTX Blackwell GPU Architecture, whitepaper, 2025, appendix A",
-        "https://analysis.castromedia.org/analysis/compute/entities/rtx-5090.html",
+        "https://www.tomshardware.com/pc-components/gpus/"
+        "nvidia-geforce-rtx-5090-versus-rtx-4090-how-does-the-new-halo-gpu-compare-with-its-predecessor",
     ),
 )
