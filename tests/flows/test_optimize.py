@@ -22,7 +22,7 @@ pytestmark = pytest.mark.services
 
 VARIANT_KEYS = {
     "name", "lineage", "also", "backend", "accuracy", "accuracy_change", "latency_ms", "throughput_per_s", "speedup",
-    "speedup_at", "size_bytes", "verdict", "reasons", "mlflow_run_id", "engine_sha256", "test_sha256",
+    "speedup_at", "size_bytes", "evidence", "verdict", "reasons", "mlflow_run_id", "engine_sha256", "test_sha256",
 }  # fmt: skip
 
 
