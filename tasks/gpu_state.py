@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -79,7 +80,9 @@ class Card:
     def __init__(self, nvml: ModuleType | Any = None) -> None:
         try:
             if nvml is None:
-                import pynvml as nvml
+                import pynvml
+
+                nvml = pynvml
             nvml.nvmlInit()
         except Exception as error:  # NVMLError, or no module at all
             raise Unavailable(f"no NVIDIA GPU can be read here: {_words(error)}") from None
@@ -107,7 +110,7 @@ class Card:
         limit = ask("power_limit_w", lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle))
         mask = ask("reasons", lambda: _reasons(nvml, handle))
         held = {
-            policy: ask(f"held_back_ms.{policy}", lambda n=number: nvml.nvmlDeviceGetViolationStatus(handle, n))
+            policy: ask(f"held_back_ms.{policy}", partial(nvml.nvmlDeviceGetViolationStatus, handle, number))
             for policy, number in POLICIES.items()
         }
         others, why = ask("others", self._others) or (None, missing["others"])
