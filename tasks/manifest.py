@@ -152,8 +152,8 @@ def plain(manifest: Manifest) -> dict[str, Any]:
     return asdict(manifest)
 
 
-def require(manifest: Manifest, folder: Path, *, version: str, missing_flags: list[str] | None = None) -> None:
-    """Raise Fault if the engine was built by another backend version or for other CPU features."""
+def require(manifest: Manifest, folder: Path, *, version: str) -> None:
+    """Raise Fault if the engine was built by another backend version, or for CPU features that are missing here."""
     if manifest.backend_version != version:
         raise Fault(
             f"engine {folder.name} was built by another version",
@@ -161,11 +161,14 @@ def require(manifest: Manifest, folder: Path, *, version: str, missing_flags: li
             expected=f"built for: {manifest.backend} {manifest.backend_version}",
             do=f"rebuild: {manifest.rebuild}",
         )
+    asked = manifest.built_for.get("cpu_flags", ())
+    here = target.fingerprint().cpu_flags if asked else ()
+    missing_flags = [flag for flag in asked if flag not in here]
     if missing_flags:
         raise Fault(
             f"engine {folder.name} was built for another CPU",
             got=f"here: no {', '.join(missing_flags)}",
-            expected=f"built for: {', '.join(manifest.built_for['cpu_flags'])}",
+            expected=f"built for: {', '.join(asked)}",
             do=f"rebuild: {manifest.rebuild}",
         )
 

@@ -6,7 +6,7 @@ PyTorch's exporter unrolls an LSTM over time, which fixes the length it was trac
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -52,36 +52,42 @@ def _weights(module: nn.LSTM, layer: int) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _forward(module: nn.LSTM, x: Any, hx: Any = None) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """As `nn.LSTM.forward` on x [n, t, d] (or [t, n, d]); without dropout, since models are exported in eval mode."""
+def through(
+    module: nn.LSTM, x: Any, hx: Any, layer: Callable[[nn.LSTM, torch.Tensor, int], tuple[torch.Tensor, ...]]
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """As `nn.LSTM.forward` on x [n, t, d] (or [t, n, d]); without dropout, since models are exported in eval mode.
+
+    `layer` gives the outputs [t, n, directions * h] and last states [directions, n, h] of one layer on steps [t, n, d].
+    """
     if hx is not None or not isinstance(x, torch.Tensor) or x.ndim != 3 or module.proj_size:
         raise NotImplementedError("an LSTM exports on a padded batch of 3 axes, from zero states, without proj_size")
     steps = x.transpose(0, 1) if module.batch_first else x
     hidden, cell = [], []
-    for layer in range(module.num_layers):
-        y, h, c = _layer(module, steps, layer)
-        steps = y.transpose(1, 2).flatten(2)
+    for index in range(module.num_layers):
+        steps, h, c = layer(module, steps, index)
         hidden.append(h)
         cell.append(c)
     output = steps.transpose(0, 1) if module.batch_first else steps
     return output, (torch.cat(hidden), torch.cat(cell))
 
 
+def _forward(module: nn.LSTM, x: Any, hx: Any = None) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    return through(module, x, hx, _layer)
+
+
 def _layer(module: nn.LSTM, steps: torch.Tensor, layer: int) -> tuple[torch.Tensor, ...]:
-    """Outputs [t, directions, n, h] and last states [directions, n, h] of one layer on steps [t, n, d]."""
     directions = 2 if module.bidirectional else 1
     names = ("onnx_w", "onnx_r", "onnx_b") if module.bias else ("onnx_w", "onnx_r")
     last = (directions, steps.shape[1], module.hidden_size)
-    return tuple(
-        torch.onnx.ops.symbolic_multi_out(
-            "LSTM",
-            [steps, *(getattr(module, f"{name}{layer}") for name in names)],
-            {"hidden_size": module.hidden_size, "direction": "bidirectional" if module.bidirectional else "forward"},
-            dtypes=(steps.dtype,) * 3,
-            shapes=((steps.shape[0], *last), last, last),
-            version=OPERATOR_VERSION,
-        )
+    y, h, c = torch.onnx.ops.symbolic_multi_out(
+        "LSTM",
+        [steps, *(getattr(module, f"{name}{layer}") for name in names)],
+        {"hidden_size": module.hidden_size, "direction": "bidirectional" if module.bidirectional else "forward"},
+        dtypes=(steps.dtype,) * 3,
+        shapes=((steps.shape[0], *last), last, last),
+        version=OPERATOR_VERSION,
     )
+    return y.transpose(1, 2).flatten(2), h, c
 
 
 def _reordered(gates: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from tasks.recurrent import through
+
 ONEDNN_LSTM = 2  # oneDNN's rnn_kind of an LSTM.
 
 
@@ -67,26 +69,19 @@ def exportable(model: nn.Module) -> Iterator[None]:
 
 
 def _forward(module: nn.LSTM, x: Any, hx: Any = None) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """As `nn.LSTM.forward` on x [n, t, d] (or [t, n, d]); without dropout, since models are exported in eval mode."""
-    if hx is not None or not isinstance(x, torch.Tensor) or x.ndim != 3 or module.proj_size:
-        raise NotImplementedError("an LSTM exports on a padded batch of 3 axes, from zero states, without proj_size")
-    steps = x.transpose(0, 1) if module.batch_first else x
-    hidden, cell = [], []
-    for layer in range(module.num_layers):
-        outputs = []
-        for end in ("", "_reverse") if module.bidirectional else ("",):
-            w, r = (getattr(module, f"{kind}_l{layer}{end}") for kind in ("weight_ih", "weight_hh"))
-            biases = (
-                [getattr(module, f"{kind}_l{layer}{end}") for kind in ("bias_ih", "bias_hh")] if module.bias else []
-            )
-            zeros = steps.new_zeros((1, steps.shape[1], module.hidden_size))
-            none = steps.new_zeros(4 * module.hidden_size)
-            y, h, c = OPERATION(steps, w, r, *(biases or (none, none)), zeros, zeros, bool(end), module.bias)
-            outputs.append(y)
-            hidden.append(h)
-            cell.append(c)
-        steps = torch.cat(outputs, 2)
-    return steps.transpose(0, 1) if module.batch_first else steps, (torch.cat(hidden), torch.cat(cell))
+    return through(module, x, hx, _layer)
+
+
+def _layer(module: nn.LSTM, steps: torch.Tensor, layer: int) -> tuple[torch.Tensor, ...]:
+    made = []
+    for end in ("", "_reverse") if module.bidirectional else ("",):
+        w, r = (getattr(module, f"{kind}_l{layer}{end}") for kind in ("weight_ih", "weight_hh"))
+        biases = [getattr(module, f"{kind}_l{layer}{end}") for kind in ("bias_ih", "bias_hh")] if module.bias else []
+        zeros = steps.new_zeros((1, steps.shape[1], module.hidden_size))
+        none = steps.new_zeros(4 * module.hidden_size)
+        made.append(OPERATION(steps, w, r, *(biases or (none, none)), zeros, zeros, bool(end), module.bias))
+    outputs, hidden, cell = zip(*made, strict=True)
+    return torch.cat(outputs, 2), torch.cat(hidden), torch.cat(cell)
 
 
 def by_onednn(graph: fx.Graph) -> None:

@@ -146,9 +146,7 @@ def open(folder: Path, described: Manifest) -> Session:
     if cuda:
         require_gpu(described, folder)
     require(described.device, wanted)
-    here = set(target.fingerprint().cpu_flags)
-    missing = [] if cuda else [flag for flag in described.built_for["cpu_flags"] if flag not in here]
-    require_version(described, folder, version=backend_version(wanted), missing_flags=missing)
+    require_version(described, folder, version=backend_version(wanted))
     engine, names = folder / described.engine_file, tuple(spec.name for spec in described.outputs)
     if described.built_for["form"] == "package":
         with flags("cpu", wanted["precision"], described.threads):

@@ -200,19 +200,12 @@ def open(folder: Path, described: Manifest) -> Session:
     Raises Fault if it was built by another version, for CPU features that are missing here, or for another GPU;
     Unavailable for CUDA without a GPU, without ONNX Runtime's provider, or without PyCUDA.
     """
+    require(described, folder, version=ort.__version__)
     if described.device == "cuda":
-        require(described, folder, version=ort.__version__)
         require_gpu(described, folder)
         need_cuda()
         session: Session = imported("ort_cuda").OnnxRuntimeCudaSession(folder, described)
         return session
-    here = set(target.fingerprint().cpu_flags)
-    require(
-        described,
-        folder,
-        version=ort.__version__,
-        missing_flags=[f for f in described.built_for["cpu_flags"] if f not in here],
-    )
     return OnnxRuntimeSession(folder, described)
 
 

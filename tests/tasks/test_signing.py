@@ -143,8 +143,8 @@ def test_a_signature_travels_with_a_copy_of_any_name_and_with_links(engine: Path
     for file in engine.iterdir():
         (linked / file.name).symlink_to(file)
     for folder in (tmp_path / "elsewhere" / "engine", linked):
-        with open_engine(folder):
-            pass
+        with open_engine(folder) as session:
+            assert session.outputs
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no key"], ids=["missing", "empty", "no key"])
