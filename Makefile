@@ -6,7 +6,7 @@ BIN    := $(CURDIR)/$(VENV)/bin
 WORKLOAD ?= digits
 PLACE  := $(if $(filter digits,$(WORKLOAD)),.,$(WORKLOAD))
 ifeq ($(wildcard $(PLACE)/params.yaml),)
-$(error got WORKLOAD=$(WORKLOAD), expected digits or a folder with a params.yaml: $(patsubst %/,%,$(dir $(wildcard */params.yaml gpu/*/params.yaml))))
+$(error got WORKLOAD=$(WORKLOAD), expected digits or a folder with a params.yaml: $(patsubst %/,%,$(dir $(wildcard */params.yaml */*/params.yaml))))
 endif
 UI_PORT     ?= 5000
 SERVER_PORT ?= 4200
@@ -24,7 +24,7 @@ unexport PYTHONPATH
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
 
-run: $(VENV)/.run ## Make what is stale, measure, judge, promote; then print the table (WORKLOAD=digits, reviews or gpu/…)
+run: $(VENV)/.run ## Make what is stale, measure, judge, promote; then print the table (WORKLOAD=digits, reviews, precision/… or gpu/…)
 	@cd $(PLACE) && $(BIN)/python -m flows
 
 repro: $(VENV)/.run ## The same through DVC alone, without Prefect

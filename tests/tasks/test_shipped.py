@@ -12,10 +12,11 @@ from tasks.settings import MODEL_STEPS
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACES = [ROOT, ROOT / "reviews"]
+PRECISION = [ROOT / "precision" / name for name in ("digits", "reviews")]
 GPU = [ROOT / "gpu" / name for name in ("digits", "reviews", "solar", "bert")]
 
 
-@pytest.mark.parametrize("place", PLACES, ids=["digits", "reviews"])
+@pytest.mark.parametrize("place", [*PLACES, *PRECISION], ids=lambda place: place.relative_to(ROOT).as_posix())
 def test_a_shipped_file_has_no_fault_and_a_dozen_variants(place: Path) -> None:
     with contextlib.chdir(place):
         tree = load(Path("params.yaml"))
@@ -38,6 +39,19 @@ def test_every_technique_has_a_variant_in_a_shipped_file() -> None:
     assert steps >= {*MODEL_STEPS, "quantize", "prune weight", "prune channel", "prune head", "prune layer"}
 
 
+@pytest.mark.parametrize("place", PRECISION, ids=lambda place: place.name)
+def test_a_file_of_formats_has_each_format_calibration_and_style_and_a_search(place: Path) -> None:
+    with contextlib.chdir(place):
+        tree = load(Path("params.yaml"), models=False)
+    made = tree.params.quantize.values()
+    assert {p.format for p in made} == {"int8", "fp8", "int4", "fp16", "bf16"}
+    assert {p.calibration for p in made} == {"minmax", "entropy", "percentile", "mse"}
+    assert {p.style for p in made} == {"onnxruntime", "tensorrt"}
+    assert any(p.search for p in made)
+    ahead = {tree.lineage(name)[-2] for name, build in tree.params.build.items() if build.backend == "tensorrt_rtx"}
+    assert {tree.params.quantize[name].format for name in ahead} == {"int8", "fp8", "int4", "fp16", "bf16"}
+
+
 @pytest.mark.parametrize("place", GPU, ids=lambda place: place.name)
 def test_a_file_for_a_gpu_has_no_fault_and_all_of_it_is_for_the_gpu(place: Path) -> None:
     with contextlib.chdir(place):
@@ -54,7 +68,7 @@ def test_a_file_for_a_gpu_has_no_fault_and_all_of_it_is_for_the_gpu(place: Path)
     assert made <= used, "everything that is made ends in an engine"
 
 
-@pytest.mark.parametrize("place", [ROOT / "reviews", *GPU], ids=lambda place: place.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("place", [PLACES[1], *PRECISION, *GPU], ids=lambda place: place.relative_to(ROOT).as_posix())
 def test_every_folder_runs_the_same_stages_and_code(place: Path) -> None:
     assert (place / "dvc.yaml").resolve() == ROOT / "dvc.yaml"
     assert (place / "tasks").resolve() == ROOT / "tasks"
