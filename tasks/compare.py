@@ -67,7 +67,7 @@ def _usable(variant: Variant, tree: Tree) -> Variant:
     """The variant, failed if a number of it isn't finite, or it was timed at another batch or by another clock."""
     intervals = (variant.accuracy, variant.accuracy_change, variant.speedup, *variant.speedup_at.values())
     numbers = [v for i in intervals if i for v in (i.value, i.low, i.high)]
-    numbers += [v for v in (variant.latency_ms or {}).values() if v is not None]
+    numbers += [v for v in (*(variant.latency_ms or {}).values(), *variant.throughput_at.values()) if v is not None]
     if not all(math.isfinite(v) for v in (*numbers, variant.throughput_per_s or 1.0)):
         return replace(variant, verdict="failed", reasons=("a recorded number of it isn't finite", *variant.reasons))
     if variant.speedup is None:

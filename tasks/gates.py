@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 from tasks.results import Variant
 from tasks.settings import Bound, GateParams
-from tasks.stats import Interval
+from tasks.stats import Interval, needed
+
+POINTS: dict[str, Callable[[Variant], float | None]] = {
+    "latency_ms": lambda v: v.latency_ms["p50"] if v.latency_ms else None,
+    "latency_ms_p99": lambda v: v.latency_ms["p99"] if v.latency_ms else None,
+    "throughput_per_s": lambda v: v.throughput_per_s,
+    "size_bytes": lambda v: v.size_bytes.get("engine"),
+    "memory_bytes": lambda v: v.cost.memory_bytes,
+    "first_inference_s": lambda v: v.cost.first_inference_s,
+}
 
 
 def judge(variant: Variant, gates: GateParams, baseline: Variant | None) -> Variant:
@@ -39,26 +49,36 @@ def failures(variant: Variant, gates: GateParams, only: tuple[str, ...] | None =
 
 def metric(variant: Variant, name: str) -> Interval | None:
     """The interval of a metric that gates can name; a point where no interval is recorded."""
-    if name == "latency_ms":
-        p50 = variant.latency_ms["p50"] if variant.latency_ms else None
-        return None if p50 is None else Interval(p50, p50, p50)
-    if name == "size_bytes":
-        size = variant.size_bytes.get("engine")
-        return None if size is None else Interval(size, size, size)
-    value = getattr(variant, name)
+    if name in POINTS:
+        point = POINTS[name](variant)
+        return None if point is None else Interval(point, point, point)
+    value = variant.cost.energy_mj if name == "energy_mj" else getattr(variant, name)
     return value if isinstance(value, Interval) else None
 
 
 def _gate(name: str, bound: Bound, variant: Variant) -> list[str]:
     got = metric(variant, name)
     if got is None or not all(math.isfinite(v) for v in (got.value, got.low, got.high)):
-        return [f"{name} has no finite number"]
+        return [f"{name} has no finite number{_why(name, variant)}"]
     faults = []
+    if name == "energy_mj" and variant.cost.energy_disturbed:
+        faults.append(f"{name} was measured in a disturbed window: {variant.cost.energy_disturbed}")
     if bound.min is not None and not got.low > bound.min:
         faults.append(f"{name} {shown(name, got)} is not above {shown(name, bound.min)} with its whole interval")
     if bound.max is not None and not got.high < bound.max:
         faults.append(f"{name} {shown(name, got)} is not below {shown(name, bound.max)} with its whole interval")
     return faults
+
+
+def _why(name: str, variant: Variant) -> str:
+    """Why a metric has no number, as far as it is known."""
+    if name == "energy_mj" and variant.cost.energy_reason:
+        return f": {variant.cost.energy_reason}"
+    if name != "latency_ms_p99" or not variant.latency_ms:
+        return ""
+    if variant.clock == "device":
+        return ": with clock: device a time is the mean of several calls, which has no percentiles of single ones"
+    return f": it takes {needed(99)} calls, {variant.latency_ms['n']} were timed; raise benchmark.rounds or window_ms"
 
 
 def _as_asked(variant: Variant) -> list[str]:
@@ -71,7 +91,7 @@ def _as_asked(variant: Variant) -> list[str]:
 
 
 def shown(name: str, value: Interval | float) -> str:
-    """A metric as people read it: percent, points, times, milliseconds or bytes."""
+    """A metric as people read it: percent, points, times, milliseconds, millijoules, seconds or bytes."""
     if isinstance(value, Interval):
         middle = shown(name, value.value)
         return middle if value.low == value.high else f"{middle} [{shown(name, value.low)}, {shown(name, value.high)}]"
@@ -80,5 +100,8 @@ def shown(name: str, value: Interval | float) -> str:
         "accuracy_change": f"{value * 100:+.2f} pt",
         "speedup": f"{value:.2f}×",
         "latency_ms": f"{value:.3f} ms",
+        "latency_ms_p99": f"{value:.3f} ms",
+        "energy_mj": f"{value:.3g} mJ",
+        "first_inference_s": f"{value:.3g} s",
     }
     return forms.get(name, f"{value:,.0f}")

@@ -44,6 +44,15 @@ class Tree:
         node = self.nodes[name]
         return (*(self.lineage(node.parent) if node.parent else ()), name)
 
+    def made_by(self, name: str) -> tuple[str, ...]:
+        """The stages that an artifact comes of, each once: its lineage's from the root, after those of each teacher."""
+        stages: dict[str, None] = {}
+        for node in (self.nodes[artifact] for artifact in self.lineage(name)):
+            if isinstance(node.settings, DistillParams):
+                stages |= dict.fromkeys(self.made_by(node.settings.teacher))
+            stages[f"{node.step}@{node.name}"] = None
+        return tuple(stages)
+
     @property
     def engines(self) -> tuple[str, ...]:
         """Names of the built engines, in the order of the file."""

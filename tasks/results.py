@@ -6,12 +6,13 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from tasks import layout, manifest, sequential
+from tasks import costs, layout, manifest, sequential
+from tasks.costs import Cost
 from tasks.data import read
 from tasks.errors import Fault
 from tasks.files import read_json, size_bytes
 from tasks.params import Tree
-from tasks.settings import MODEL_STEPS, DistillParams, ExportParams
+from tasks.settings import MODEL_STEPS, ExportParams
 from tasks.stats import Interval, mean_score, paired_change
 from tasks.timing import confidence_of, restored, speedup
 
@@ -43,8 +44,8 @@ class Variant:
     """One engine with its numbers. Sizes in bytes by kind of artifact; shares in 0 … 1.
 
     `latency_ms`, `throughput_per_s` and `speedup` are of one batch size, `latency_ms["batch"]`;
-    `speedup_at` holds the speed-up at others, by batch, without those whose timing was unstable.
-    `also` names variants whose engine has the same bytes.
+    `speedup_at` and `throughput_at` hold those at others, by batch, without the ones whose timing was unstable.
+    `clock` is the one of all times. `also` names variants whose engine has the same bytes.
     """
 
     name: str
@@ -58,8 +59,11 @@ class Variant:
     throughput_per_s: float | None = None
     speedup: Interval | None = None
     speedup_at: dict[str, Interval] = field(default_factory=dict)
+    throughput_at: dict[str, float] = field(default_factory=dict)
+    clock: str = "host"
     versus: str = ""
     size_bytes: dict[str, int] = field(default_factory=dict)
+    cost: Cost = field(default_factory=Cost)
     evidence: Evidence | None = None
     verdict: str = "failed"
     reasons: tuple[str, ...] = ()
@@ -81,6 +85,7 @@ def restore(raw: dict[str, Any]) -> Variant:
     intervals["speedup_at"] = {batch: Interval(**value) for batch, value in raw["speedup_at"].items()}
     evidence = raw.get("evidence")
     intervals["evidence"] = Evidence(**{**evidence, "parity": tuple(evidence["parity"])}) if evidence else None
+    intervals["cost"] = costs.restored(raw.get("cost", {}))
     return Variant(**{**raw, **intervals, **{k: tuple(raw[k]) for k in ("lineage", "reasons", "also")}})
 
 
@@ -153,6 +158,7 @@ def _measured(tree: Tree, variant: Variant) -> Variant:
         variant,
         evidence=evidence,
         size_bytes=_sizes(tree, variant.lineage, described),
+        cost=costs.of_record(timed),
         engine_sha256=described.engine_sha256,
         test_sha256=evaluated["test_sha256"],
     )
@@ -162,6 +168,7 @@ def _measured(tree: Tree, variant: Variant) -> Variant:
         return replace(variant, verdict="not_run", reasons=(not_run, *told))
     scores, against = read(layout.scores(name))["scores"], read(layout.scores(baseline))["scores"]
     timing, unstable = timed["timing"], timed["unstable"] or _undecided(tree, timed)
+    stable = {str(at["timing"]["batch"]): at for at in timed["also"] if not at["unstable"]}
     return replace(
         variant,
         accuracy=mean_score(scores, tree.params.evaluate.confidence),
@@ -170,7 +177,9 @@ def _measured(tree: Tree, variant: Variant) -> Variant:
         latency_ms={k: timing[k] for k in ("p50", "p90", "p99", "n", "batch")},
         throughput_per_s=timing["throughput_per_s"],
         speedup=_gain(tree, timed),
-        speedup_at={str(at["timing"]["batch"]): _gain(tree, at) for at in timed["also"] if not at["unstable"]},
+        speedup_at={batch: _gain(tree, at) for batch, at in stable.items()},
+        throughput_at={batch: at["timing"]["throughput_per_s"] for batch, at in stable.items()},
+        clock=timing["clock"],
         verdict="unstable" if unstable else "",
         reasons=(
             *([unstable] if unstable else ()),
@@ -205,20 +214,10 @@ def _undecided(tree: Tree, timed: dict[str, Any]) -> str | None:
 
 def _failures(tree: Tree, name: str) -> list[str]:
     """Reasons of failed stages that an engine's results need, from the root."""
-    needed = dict.fromkeys(stage for engine in (name, tree.params.baseline) for stage in _made_by(tree, engine))
+    needed = dict.fromkeys(stage for engine in (name, tree.params.baseline) for stage in tree.made_by(engine))
     stages = ["data", *needed, f"evaluate@{name}", f"benchmark@{name}"]
     found = [read_json(layout.failure(s)) for s in stages if layout.failure(s).is_file()]
     return [f"{f['stage']} failed: {f['reason']}" for f in found]
-
-
-def _made_by(tree: Tree, name: str) -> list[str]:
-    """The stages that an artifact comes of, from the root: its lineage's, each after those of its teacher."""
-    stages = []
-    for node in (tree.nodes[artifact] for artifact in tree.lineage(name)):
-        if isinstance(node.settings, DistillParams):
-            stages += _made_by(tree, node.settings.teacher)
-        stages.append(f"{node.step}@{node.name}")
-    return stages
 
 
 def _sizes(tree: Tree, lineage: tuple[str, ...], described: manifest.Manifest) -> dict[str, int]:

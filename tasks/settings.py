@@ -6,15 +6,17 @@ No heavy import may enter here: settings are checked before any compute is spent
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from tasks.settings_engines import TENSORRT as TENSORRT
 from tasks.settings_engines import USED_BY as USED_BY
 from tasks.settings_engines import BuildParams as BuildParams
 from tasks.settings_engines import QuantizeParams as QuantizeParams
 from tasks.settings_engines import SearchParams as SearchParams
+from tasks.settings_gates import Bound as Bound
+from tasks.settings_gates import GateParams as GateParams
 from tasks.settings_models import DistillParams as DistillParams
 from tasks.settings_models import FactorizeParams as FactorizeParams
 from tasks.settings_models import FitParams as FitParams
@@ -98,37 +100,6 @@ class BenchmarkParams(Settings):
 def min_rounds(confidence: float) -> int:
     """The fewest rounds from which a signed-rank interval of a confidence can be had."""
     return math.ceil(1 - math.log2(1 - confidence) - 1e-9)
-
-
-class Bound(Settings):
-    """A gate on one metric: its whole interval must lie above `min` and below `max`."""
-
-    min: Number | None = None
-    max: Number | None = None
-
-    @model_validator(mode="after")
-    def _some(self) -> Self:
-        if self.min is None and self.max is None:
-            raise ValueError("at least one of min and max")
-        if self.min is not None and self.max is not None and self.min >= self.max:
-            raise ValueError("min below max, or nothing can pass: lower min or raise max")
-        return self
-
-
-class GateParams(Settings):
-    """What a variant must prove to be promoted.
-
-    `accuracy_change` is paired against the baseline, in shares of 1 (non-inferiority by a
-    margin); `speedup` is over the baseline; `latency_ms` is the p50. `as_asked` refuses an
-    engine that doesn't run in the precision or sparsity that was asked for.
-    """
-
-    accuracy: Bound | None = None
-    accuracy_change: Bound = Bound(min=-0.02)
-    speedup: Bound = Bound(min=1.0)
-    latency_ms: Bound | None = None
-    as_asked: bool = False
-    size_bytes: Bound | None = None
 
 
 class Params(Settings):

@@ -59,8 +59,17 @@ def test_the_tiny_params_have_no_fault(found: Any) -> None:
         ({"gates/accuracy": {"mim": 0}}, ["gates.accuracy.mim", "did you mean 'min'?"]),
         (
             {"gates/power": {"max": 9}},
-            ["gates.power", "accuracy, accuracy_change, speedup, latency_ms, as_asked, size_bytes"],
+            [
+                "gates.power",
+                "accuracy, accuracy_change, speedup, latency_ms, latency_ms_p99, throughput_per_s, size_bytes, "
+                "memory_bytes, energy_mj, first_inference_s, as_asked",
+            ],
         ),
+        ({"gates/energy_mJ": {"max": 9}}, ["gates.energy_mJ: unknown setting", "did you mean 'energy_mj'?"]),
+        ({"gates/latency_p99": {"max": 9}}, ["gates.latency_p99: unknown setting", "did you mean 'latency_ms_p99'?"]),
+        ({"gates/memory_byte": {"max": 9}}, ["gates.memory_byte: unknown setting", "did you mean 'memory_bytes'?"]),
+        ({"gates/energy_mj": {"max": "low"}}, ["gates.energy_mj.max: got 'low'", "number"]),
+        ({"gates/energy_mj": {}}, ["gates.energy_mj: got {}", "at least one of min and max"]),
         ({"evaluate/metric": "acuracy"}, ["evaluate.metric: got 'acuracy'", "one of accuracy", "did you mean"]),
         ({"prune/slim/granularity": "blocks"}, ["prune.slim.granularity: got 'blocks'", "'channel'"]),
         ({"build/base-ort/backend": "onnx"}, ["build.base-ort.backend: got 'onnx'", "'onnxruntime'"]),

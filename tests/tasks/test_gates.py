@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from tasks.costs import Cost
 from tasks.gates import judge, metric, shown
 from tasks.results import Evidence, Variant
 from tasks.settings import Bound, GateParams
@@ -21,7 +23,9 @@ GOOD = Variant(
     accuracy_change=Interval(0.0, -0.01, 0.01),
     latency_ms={"p50": 2.0, "p90": None, "p99": None, "n": 30, "batch": 1},
     speedup=Interval(2.0, 1.8, 2.2),
+    throughput_per_s=500.0,
     size_bytes={"model": 900, "engine": 1000},
+    cost=Cost(energy_mj=Interval(3.0, 2.9, 3.1), first_inference_s=0.5, host_peak_bytes=5000, device_peak_bytes=None),
     verdict="",
     test_sha256="t",
 )
@@ -60,6 +64,10 @@ def test_the_whole_interval_of_the_speedup_must_lie_above_one(low: float, passes
         ({"accuracy": Bound(max=0.91)}, "is not below 91.0%"),
         ({"latency_ms": Bound(max=1.5)}, "latency_ms 2.000 ms is not below 1.500 ms"),
         ({"size_bytes": Bound(max=1000)}, "size_bytes 1,000 is not below 1,000"),
+        ({"throughput_per_s": Bound(min=500)}, "throughput_per_s 500 is not above 500"),
+        ({"memory_bytes": Bound(max=4999)}, "memory_bytes 5,000 is not below 4,999"),
+        ({"first_inference_s": Bound(max=0.5)}, "first_inference_s 0.5 s is not below 0.5 s"),
+        ({"energy_mj": Bound(max=3.05)}, "energy_mj 3 mJ [2.9 mJ, 3.1 mJ] is not below 3.05 mJ with its whole"),
         ({"speedup": Bound(min=1.0, max=2.1)}, "speedup 2.00× [1.80×, 2.20×] is not below 2.10×"),
     ],
 )
@@ -68,6 +76,66 @@ def test_each_gate_says_what_it_refused(gates: dict[str, Bound], named: str) -> 
     assert got == "rejected"
     assert len(reasons) == 1
     assert named in reasons[0]
+
+
+def test_numbers_within_the_gates_of_energy_memory_and_start_pass() -> None:
+    gates = {
+        "energy_mj": Bound(max=3.2),
+        "memory_bytes": Bound(max=5001),
+        "first_inference_s": Bound(max=0.6),
+        "throughput_per_s": Bound(min=499),
+    }
+    assert verdict(GOOD, **gates) == ("passed", ())
+    p99 = replace(GOOD, latency_ms={"p50": 2.0, "p90": 2.2, "p99": 2.5, "n": 700, "batch": 1})
+    assert verdict(p99, latency_ms_p99=Bound(max=2.6)) == ("passed", ())
+    assert verdict(p99, latency_ms_p99=Bound(max=2.5))[0] == "rejected"
+
+
+def test_memory_is_that_of_the_device_that_the_engine_runs_on() -> None:
+    on_gpu = replace(GOOD, cost=Cost(host_peak_bytes=100, device_peak_bytes=9000))
+    assert metric(on_gpu, "memory_bytes") == Interval(9000, 9000, 9000)
+    assert metric(GOOD, "memory_bytes") == Interval(5000, 5000, 5000)
+
+
+@pytest.mark.parametrize(
+    ("change", "gate", "reason"),
+    [
+        (
+            {"cost": Cost(energy_reason="no RAPL here")},
+            {"energy_mj": Bound(max=9)},
+            "energy_mj has no finite number: no RAPL here",
+        ),
+        ({"cost": Cost()}, {"memory_bytes": Bound(max=9)}, "memory_bytes has no finite number"),
+        ({"cost": Cost()}, {"first_inference_s": Bound(max=9)}, "first_inference_s has no finite number"),
+        ({"throughput_per_s": None}, {"throughput_per_s": Bound(min=1)}, "throughput_per_s has no finite number"),
+        (
+            {},
+            {"latency_ms_p99": Bound(max=9)},
+            "latency_ms_p99 has no finite number: it takes 662 calls, 30 were timed; "
+            "raise benchmark.rounds or window_ms",
+        ),
+        (
+            {"clock": "device"},
+            {"latency_ms_p99": Bound(max=9)},
+            "latency_ms_p99 has no finite number: with clock: device a time is the mean of several calls, which has "
+            "no percentiles of single ones",
+        ),
+    ],
+    ids=["no meter", "no memory", "no start", "no throughput", "too few calls", "means of calls"],
+)
+def test_a_number_that_is_missing_fails_its_gate_with_the_reason(
+    change: dict[str, Any], gate: dict[str, Bound], reason: str
+) -> None:
+    assert verdict(replace(GOOD, **change), **gate) == ("rejected", (reason,))
+
+
+def test_an_energy_of_a_disturbed_window_fails_its_gate() -> None:
+    disturbed = replace(GOOD, cost=replace(GOOD.cost, energy_disturbed="power limit"))
+    assert verdict(disturbed) == ("passed", ()), "without the gate it is told elsewhere"
+    assert verdict(disturbed, energy_mj=Bound(max=9)) == (
+        "rejected",
+        ("energy_mj was measured in a disturbed window: power limit",),
+    )
 
 
 def test_every_gate_that_fails_gives_a_reason() -> None:
@@ -143,7 +211,7 @@ def test_an_earlier_verdict_stays(kept: str) -> None:
 
 def test_a_variant_without_measurements_has_no_metric() -> None:
     bare = Variant("bare", ("bare",), "eager")
-    assert [metric(bare, name) for name, _ in GateParams() if name != "as_asked"] == [None] * 5
+    assert [metric(bare, name) for name, _ in GateParams() if name != "as_asked"] == [None] * 10
 
 
 @pytest.mark.parametrize(
@@ -154,6 +222,9 @@ def test_a_variant_without_measurements_has_no_metric() -> None:
         ("speedup", 1.5, "1.50×"),
         ("latency_ms", 0.1234, "0.123 ms"),
         ("size_bytes", 12345, "12,345"),
+        ("latency_ms_p99", 1.5, "1.500 ms"),
+        ("energy_mj", 0.012345, "0.0123 mJ"),
+        ("first_inference_s", 1.2345, "1.23 s"),
         ("speedup", Interval(1.5, 1.4, 1.6), "1.50× [1.40×, 1.60×]"),
         ("latency_ms", Interval(2.0, 2.0, 2.0), "2.000 ms"),
     ],

@@ -44,6 +44,9 @@ def test_a_variants_numbers_are_those_of_its_records(tree: Tree) -> None:
     assert variant.speedup == Interval(**timed["speedup"])
     assert variant.latency_ms == {k: timed["timing"][k] for k in ("p50", "p90", "p99", "n", "batch")}
     assert variant.throughput_per_s == timed["timing"]["throughput_per_s"]
+    assert variant.clock == timed["timing"]["clock"] == "host"
+    assert variant.cost.first_inference_s == timed["footprint"]["first_inference_s"]
+    assert variant.cost.memory_bytes == timed["footprint"]["host_peak_bytes"]
     assert (variant.lineage, variant.backend) == (("base", "base-onnx", "base-int8", "base-int8-ort"), "onnxruntime")
 
 
@@ -83,6 +86,41 @@ def test_more_keys_in_a_record_do_no_harm(tree: Tree) -> None:
     for step in ("build", "evaluate", "benchmark"):
         change(layout.report(step, "base-ort"), a_key_of_tomorrow=1)
     assert by_name(tree)["base-ort"] == before
+
+
+ENERGY = {
+    "meter": "a meter", "reason": None, "idle_w": 5.0, "power_w": 9.0, "batch": 1, "inferences": 9, "seconds": 4.0,
+    "windows": 4, "discarded": {}, "disturbed": None,
+    "raw_mj_per_inference": {"value": 3.0, "low": 2.9, "high": 3.1},
+    "net_mj_per_inference": {"value": 1.0, "low": 0.9, "high": 1.1},
+}  # fmt: skip
+
+
+def test_the_energy_of_a_record_can_be_gated(tree: Tree) -> None:
+    path = layout.report("benchmark", "base-ort")
+    change(path, energy=ENERGY, unstable=None)
+    found = by_name(tree)
+    assert found["base-ort"].cost.energy_mj == Interval(3.0, 2.9, 3.1)
+    assert found["base-ort"].cost.energy_net_mj == Interval(1.0, 0.9, 1.1)
+    for limit, fails in ((3.2, False), (3.05, True)):
+        gates = GateParams.model_validate({"speedup": {"min": 1e-9}, "energy_mj": {"max": limit}})
+        judged = judge(found["base-ort"], gates, found["base-eager"])
+        assert any("energy_mj 3 mJ [2.9 mJ, 3.1 mJ]" in reason for reason in judged.reasons) is fails
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("energy", {**ENERGY, "raw_mj_per_inference": {"value": 3.0, "low": float("nan"), "high": 3.1}}, "raw_mj"),
+        ("footprint", {"load_s": float("inf"), "host_peak_bytes": 1}, "load_s"),
+    ],
+)
+def test_costs_that_are_not_finite_fail_their_variant_alone(tree: Tree, key: str, value: Any, told: str) -> None:
+    path = layout.report("benchmark", "base-ort")
+    path.write_text(json.dumps({**read_json(path), key: value}))
+    found = by_name(tree)
+    assert found["base-ort"].verdict == "failed" and told in found["base-ort"].reasons[0]
+    assert found["slim-kd-ort"].verdict != "failed"
 
 
 def test_sizes_are_of_the_nearest_artifact_of_each_kind(tree: Tree, artifact: Any) -> None:
@@ -165,6 +203,7 @@ def test_an_unstable_further_batch_is_told_and_fails_nothing(tree: Tree) -> None
     variant = found["base-ort"]
     assert (variant.verdict, variant.reasons) == ("", ("at batch 32: too noisy",))
     assert set(variant.speedup_at) == {"8"}
+    assert variant.throughput_at == {"8": timed["timing"]["throughput_per_s"]}
     judged = judge(variant, GateParams.model_validate({"speedup": {"min": 1e-9}}), found["base-eager"])
     assert (judged.verdict, judged.reasons) == ("passed", ("at batch 32: too noisy",))
     change(layout.report("benchmark", "base-ort"), unstable="the first too")
