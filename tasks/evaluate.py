@@ -17,6 +17,8 @@ from tasks.stats import Interval, mean_score
 from tasks.target import fingerprint
 from tasks.workloads.protocol import Arrays, Workload, cut, lengths, load_workload
 
+CLASSES = ("predictions", "labels")
+
 
 @dataclass(frozen=True)
 class EvaluateReport:
@@ -38,8 +40,8 @@ class EvaluateReport:
 def evaluate(source: Path, workload: Path, data: Path, target: Path, params: EvaluateParams) -> EvaluateReport:
     """Run `data/test.npz` through the engine in `source`; write each sample's score to `target`.
 
-    Raises Fault if the engine expects other preprocessing than the workload's, or gives
-    outputs that are not finite.
+    Beside `scores` [n] it holds the `predictions` and `labels` that `predicted` finds. Raises Fault if the
+    engine expects other preprocessing than the workload's, or outputs or scores are not finite.
     """
     task, split = load_workload(workload), data / "test.npz"
     described = manifest.read(source)
@@ -58,10 +60,12 @@ def evaluate(source: Path, workload: Path, data: Path, target: Path, params: Eva
             outputs = run(session, task, samples, params.batch)
     except Unavailable as reason:
         scores, not_run = np.zeros(0), str(reason)
+        classes = dict.fromkeys(CLASSES, np.zeros(0, np.int64))
     else:
-        scores = task.METRICS[params.metric](outputs, samples["label"]).astype(np.float64)
+        scores = scored(task, params.metric, outputs, samples["label"])
+        classes = predicted(task, outputs, samples["label"], scores)
         accuracy = mean_score(scores, params.confidence)
-    write(target, {"scores": scores})
+    write(target, {"scores": scores, **classes})
     return EvaluateReport(
         metric=params.metric,
         accuracy=accuracy,
@@ -94,3 +98,44 @@ def run(session: Session, task: Workload, samples: Arrays, batch: int) -> Arrays
                 do="look at the quantisation and precision of this variant",
             )
     return outputs
+
+
+def scored(task: Workload, metric: str, outputs: Arrays, labels: np.ndarray) -> np.ndarray:
+    """Each sample's score by a metric of the workload, [n]; Fault if there isn't one finite number for each."""
+    scores = np.asarray(task.METRICS[metric](outputs, labels)).astype(np.float64)
+    bad = int((~np.isfinite(scores)).sum())
+    if scores.shape != (len(labels),) or bad:
+        raise Fault(
+            f"metric {metric} gives no score of each sample",
+            got=f"scores of shape {list(scores.shape)}, {bad} of them NaN or infinite",
+            expected=f"{len(labels)} finite numbers in 0 … 1",
+            do="mend the metric in the workload",
+        )
+    return scores
+
+
+def predicted(task: Workload, outputs: Arrays, labels: np.ndarray, scores: np.ndarray) -> Arrays:
+    """`predictions` and `labels`, both [n] and whole numbers, or both [0] where nothing is told apart by class.
+
+    A workload may define `predictions(outputs)`. Without it they are the argmax of the first output, if that
+    is [n, classes], the labels are whole numbers below `classes`, and every score is 0 or 1.
+    """
+    whole = labels.ndim == 1 and labels.dtype.kind in "iub"
+    own = getattr(task, "predictions", None)
+    if own is not None:
+        found = np.asarray(own(outputs))
+        if not whole or found.shape != labels.shape or found.dtype.kind not in "iub":
+            raise Fault(
+                "predictions(outputs) of the workload names no class of each sample",
+                got=f"{found.dtype} {list(found.shape)} for labels {labels.dtype} {list(labels.shape)}",
+                expected="whole numbers, one for each sample, as the labels are",
+                do="mend the workload, or leave predictions out",
+            )
+    else:
+        first = outputs[task.OUTPUTS[0]]
+        classes = first.shape[1] if first.ndim == 2 else 0
+        in_range = whole and classes > 1 and int(labels.min()) >= 0 and int(labels.max()) < classes
+        if not in_range or not np.isin(scores, (0.0, 1.0)).all():
+            return dict.fromkeys(CLASSES, np.zeros(0, np.int64))
+        found = first.argmax(axis=1)
+    return dict(zip(CLASSES, (found.astype(np.int64), labels.astype(np.int64)), strict=True))
