@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tasks import commands, layout, machine, params, roofline_commands, signing, target
+from tasks import accuracy_commands, commands, layout, machine, params, roofline_commands, signing, target
 from tasks.errors import Fault, Unavailable
 from tasks.files import read_json, write_json
 from tasks.settings import MODEL_STEPS, SECTIONS
@@ -149,6 +149,7 @@ for _step, _help in HELP.items():
 
 app.command("sign")(signing.sign_command)
 app.command("verify")(signing.verify_command)
+app.command("accuracy")(accuracy_commands.accuracy)
 app.command("bench")(commands.bench)
 app.command("calibrate")(commands.calibrate)
 app.command("peaks")(roofline_commands.peaks)

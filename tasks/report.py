@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tasks import curves, layout, report_proof, results, roofline_table
+from tasks import accuracy, accuracy_table, curves, layout, report_proof, results, roofline_table
 from tasks.compare import WINS
 from tasks.files import atomic_folder, digest_of, read_json, sha256, write_json
 from tasks.gates import shown
@@ -32,13 +32,16 @@ class ReportReport:
 
 
 def report(tree: Tree, workload: Path, here: Target, data: Path, target: Path) -> ReportReport:
-    """Write `summary.json`, `index.html`, `variants.csv` and `curves.csv` into the folder `target`."""
+    """Write `summary.json`, `accuracy.json`, `index.html`, `variants.csv` and `curves.csv` into the folder `target`."""
     summary = summarize(tree, workload, here, data)
     with atomic_folder(target) as folder:
         write_json(folder / "summary.json", summary)
         engines = report_proof.engines(tree, ordered(summary["variants"]))
         rooflines = roofline_table.of_tree(tree, [engine["name"] for engine in engines])
-        (folder / "index.html").write_text(page(summary, engines, report_proof.searches(tree), rooflines))
+        by_class = accuracy.of_tree(tree, [v["name"] for v in ordered(summary["variants"])])
+        write_json(folder / "accuracy.json", accuracy.document(tree, by_class))
+        accuracies = accuracy_table.section(by_class)
+        (folder / "index.html").write_text(page(summary, engines, report_proof.searches(tree), rooflines, accuracies))
         _table(folder / "variants.csv", summary)
         curves.write(folder / "curves.csv", tree)
     return ReportReport(len(summary["variants"]), sha256(target / "summary.json"))
@@ -116,10 +119,11 @@ def page(
     engines: Sequence[dict[str, Any]] = (),
     searches: Sequence[dict[str, Any]] = (),
     rooflines: Sequence[dict[str, Any]] = (),
+    accuracies: Sequence[dict[str, Any]] = (),
 ) -> str:
     """The report as one HTML page that needs no network.
 
-    `engines` and `searches` are as report_proof finds them, `rooflines` as roofline_table does.
+    `engines` and `searches` are as report_proof finds them, `rooflines` and `accuracies` as their tables' `section`.
     """
     from jinja2 import Environment, FileSystemLoader
 
@@ -134,6 +138,7 @@ def page(
         engines=engines,
         searches=searches,
         rooflines=rooflines,
+        accuracies=accuracies,
     )
 
 

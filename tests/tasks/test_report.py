@@ -161,6 +161,17 @@ def test_the_page_shows_the_search_for_mixed_precision(
         assert part in html
 
 
+def test_the_page_and_a_file_tell_accuracy_by_class(summary: dict[str, Any]) -> None:
+    html, told = (layout.LATEST / "index.html").read_text(), read_json(layout.LATEST / "accuracy.json")
+    part = html[html.index("Accuracy, class by class") : html.index("What each engine runs")]
+    assert part.count("<details>") == len(told["variants"]) == len(summary["variants"])
+    assert told["variants"][0]["name"] == "base-eager"
+    for variant in told["variants"]:
+        entry = next(v for v in summary["variants"] if v["name"] == variant["name"])
+        changes = [pair["change"] for pair in variant["versus"] if pair["role"].startswith("baseline")]
+        assert changes == ([entry["accuracy_change"]] if entry["accuracy"] and variant["name"] != "base-eager" else [])
+
+
 def test_the_promoted_variant_says_so(summary: dict[str, Any]) -> None:
     verdicts = {v["name"]: v["verdict"] for v in summary["variants"]}
     assert verdicts["base-ort"] == "promoted"
