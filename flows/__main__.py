@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
 
 from flows import environment
 
+ROOT = Path(__file__).resolve().parents[1]
 # The terminal shows each stage's end and the reason of a failure; Prefect would tell it all again.
 environment.apply(PREFECT_LOGGING_LEVEL="CRITICAL", PREFECT_SERVER_LOGGING_LEVEL="CRITICAL")
 
@@ -36,6 +39,7 @@ def main() -> int:
             out.print(
                 f"nothing to do: all {len(found.dag.stages)} stages are up to date ({time.monotonic() - start:.1f} s)"
             )
+            out.print(where_next(), soft_wrap=True, highlight=False, markup=False)
             return 0
         out.print(f"{len(found.dag.stages)} stages, {len(found.stale)} to look at; starting Prefect", highlight=False)
         found.dag.close()
@@ -57,8 +61,21 @@ def main() -> int:
         soft_wrap=True,
         highlight=False,
     )
-    out.print(f"report: {layout.LATEST / 'index.html'} · compare in MLflow: make ui", highlight=False)
+    out.print(where_next(report=not broken), soft_wrap=True, highlight=False, markup=False)
     return 0 if state.is_completed() else 1
+
+
+def where_next(report: bool = True) -> str:
+    """Lines that say where to look now: the report, unless it wasn't made; MLflow; the logs of the steps."""
+    from tasks import layout
+
+    here, page = Path.cwd(), layout.LATEST / "index.html"
+    place = here.relative_to(ROOT).as_posix() if here.is_relative_to(ROOT) else "."
+    ui = "make ui" + ("" if place == "." else f" WORKLOAD={place}")
+    if os.environ.get("MLFLOW_TRACKING_URI"):
+        ui = "the store that MLFLOW_TRACKING_URI names"
+    lines = [f"report:  {page.resolve()}"] if report and page.is_file() else []
+    return "\n".join([*lines, f"MLflow:  {ui}: a run for each variant, and the registry", f"logs:    {layout.LOGS}/"])
 
 
 def _terminated(*_: Any) -> None:

@@ -12,6 +12,7 @@ RESULTS = Path("results")
 COMPARISON = Path("reports/compare.json")
 RECORD = Path("reports/record.json")
 PROMOTION = Path("reports/promote.json")
+PEAKS = Path("reports/peaks.json")
 LATEST = Path("reports/latest")
 SUMMARY = LATEST / "summary.json"
 STATE = Path(".enginesmith")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 LOCK = Path(os.environ.get("ENGINESMITH_LOCK", f"/tmp/enginesmith-{os.getuid()}.lock"))
@@ -20,3 +20,8 @@ def hold(alone: bool, path: Path = LOCK) -> Iterator[None]:
     with path.open("a") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         yield
+
+
+def step(alone: bool) -> AbstractContextManager[None]:
+    """The lock for a step of the line: the flow holds it for those that it starts, else the step takes it itself."""
+    return nullcontext() if os.environ.get("ENGINESMITH_PARENT") else hold(alone)

@@ -1,4 +1,4 @@
-"""What this machine reaches at best: copy bandwidth and matrix rates by format, probed once and kept by fingerprint.
+"""What this machine reaches at best: copy bandwidth and matrix rates by format, probed once, kept with its fingerprint.
 
 The ceilings of the roofline model (Williams, Waterman and Patterson 2009, doi:10.1145/1498765.1498785). As in STREAM
 (McCalpin 1995), a ceiling is the best of several repeats: others disturb a machine downwards only.
@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from tasks import layout
 from tasks.files import read_json, write_json
 from tasks.target import Target, fingerprint, last_level_cache_bytes, plain
 
-SCHEMA = 1
+SCHEMA = 2
 CPU_FORMATS = ("fp32", "bf16", "fp16", "int8")
 CUDA_FORMATS = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8")
 BUDGET_S, CALM = 12.0, 0.8
@@ -59,23 +58,44 @@ class Peaks:
         return {name: rate.best for name, rate in self.matrix.items()}
 
 
-def path(target_id: str) -> Path:
-    """Where a target's peaks are kept."""
-    return layout.STATE / f"peaks-{target_id}.json"
+@dataclass(frozen=True)
+class Failed:
+    """A device that couldn't be probed, and why."""
+
+    device: str
+    threads: int
+    reason: str
 
 
-def known(target_id: str) -> tuple[Peaks, ...]:
-    """What was probed of a target before; nothing if there is no file, or one of another version."""
-    file = path(target_id)
-    if not file.is_file():
-        return ()
+@dataclass(frozen=True)
+class Probed:
+    """What is known of one machine, as `layout.PEAKS` holds it."""
+
+    peaks: tuple[Peaks, ...] = ()
+    failed: tuple[Failed, ...] = ()
+
+    def find(self, device: str, threads: int) -> Peaks | None:
+        """The peaks of a device; on the CPU, for as many threads."""
+        return next((p for p in self.peaks if _same(p, device, threads)), None)
+
+    def why_not(self, device: str, threads: int) -> str | None:
+        """Why that device couldn't be probed; None if it was, or if nobody tried."""
+        return next((f.reason for f in self.failed if _same(f, device, threads)), None)
+
+
+def _same(one: Peaks | Failed, device: str, threads: int) -> bool:
+    return one.device == device and (device == "cuda" or one.threads == threads)
+
+
+def known(here: Target) -> Probed:
+    """What was probed of exactly this machine with these libraries; nothing if there is no file of it."""
     try:
-        raw = read_json(file)
-        if raw["schema"] != SCHEMA or raw["target"]["id"] != target_id:
-            return ()
-        return tuple(_restored(peaks) for peaks in raw["peaks"])
-    except (ValueError, KeyError, TypeError):
-        return ()
+        raw = read_json(layout.PEAKS)
+        if raw["schema"] != SCHEMA or raw["target"] != plain(here):
+            return Probed()
+        return Probed(tuple(_restored(p) for p in raw["peaks"]), tuple(Failed(**f) for f in raw["failed"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return Probed()
 
 
 def _restored(raw: dict[str, Any]) -> Peaks:
@@ -83,38 +103,42 @@ def _restored(raw: dict[str, Any]) -> Peaks:
     return Peaks(**{**raw, **rates, "matrix": {name: Rate(**value) for name, value in raw["matrix"].items()}})
 
 
-def find(peaks: Iterable[Peaks], device: str, threads: int) -> Peaks | None:
-    """Those of a device; on the CPU, for as many threads."""
-    return next((p for p in peaks if p.device == device and (device == "cuda" or p.threads == threads)), None)
-
-
-def probe(threads: Iterable[int], force: bool = False, here: Target | None = None) -> tuple[Peaks, ...]:
+def probe(threads: Iterable[int], force: bool = False, here: Target | None = None) -> Probed:
     """The peaks of this machine's CPU for each number of threads, and of its GPU; probes what isn't kept yet, or all.
 
-    Takes about 12 seconds a device, less where more numbers of threads share them. The file holds the fingerprint,
-    libraries included, of when it was last written.
+    Without `threads` the CPU is left out where there is a GPU, else it is probed with one. A device whose probe raises
+    is kept with the reason, and tried again the next time. Takes some seconds a device, `BUDGET_S` at most.
     """
     here = here or fingerprint()
-    asked = sorted(set(threads)) or [1]
-    found = () if force else known(here.id)
-    new = [on_cpu(n, BUDGET_S / len(asked)) for n in asked if find(found, "cpu", n) is None]
-    if here.kind == "cuda" and find(found, "cuda", 0) is None and _cuda():
-        new.append(on_cuda(BUDGET_S))
-    if new:
-        found = (*found, *new)
-        content = {"schema": SCHEMA, "target": plain(here), "peaks": [asdict(p) for p in found]}
-        write_json(path(here.id), content)
-    return found
+    gpu = [("cuda", 0)] if here.kind == "cuda" else []
+    asked = [("cpu", n) for n in sorted(set(threads)) or ([] if gpu else [1])]
+    kept = Probed() if force else known(here)
+    missing = [(device, n) for device, n in (*asked, *gpu) if kept.find(device, n) is None]
+    if not missing:
+        return kept
+    # What a crash of the probe would leave.
+    _write(here, Probed(kept.peaks, tuple(Failed(device, n, "its probe didn't end") for device, n in missing)))
+    share = {"cpu": BUDGET_S / max(1, len(asked)), "cuda": BUDGET_S}
+    found = [_probed(device, n, share[device]) for device, n in missing]
+    new = tuple(one for one in found if isinstance(one, Peaks))
+    probed = Probed((*kept.peaks, *new), tuple(one for one in found if isinstance(one, Failed)))
+    _write(here, probed)
+    return probed
 
 
-def _cuda() -> bool:
-    import torch
+def _write(here: Target, probed: Probed) -> None:
+    write_json(layout.PEAKS, {"schema": SCHEMA, "target": plain(here), **asdict(probed)})
 
-    return torch.cuda.is_available()
+
+def _probed(device: str, threads: int, budget_s: float) -> Peaks | Failed:
+    try:
+        return on_cpu(threads, budget_s) if device == "cpu" else on_cuda(budget_s)
+    except Exception as error:  # What a library raises for a device that it can't use is its own affair.
+        return Failed(device, threads, _words(error))
 
 
 def on_cpu(threads: int, budget_s: float = BUDGET_S) -> Peaks:
-    """Probe the CPU with a number of threads."""
+    """Probe the CPU with a number of threads; what its libraries raise, if nothing multiplies or copies here."""
     import torch
 
     from tasks import peaks_probe
@@ -135,10 +159,12 @@ def on_cpu(threads: int, budget_s: float = BUDGET_S) -> Peaks:
 
 
 def on_cuda(budget_s: float = BUDGET_S) -> Peaks:
-    """Probe the GPU."""
+    """Probe the GPU; what PyTorch raises, if it can't use it."""
     import torch
 
     from tasks import peaks_probe
+
+    torch.cuda.init()
 
     share = budget_s / (2 + len(CUDA_FORMATS))
     matrix, left_out = _each(CUDA_FORMATS, lambda name: _on_gpu(name, share))
@@ -167,5 +193,11 @@ def _each(formats: Iterable[str], rate: Callable[[str], Rate]) -> tuple[dict[str
         try:
             found[name] = rate(name)
         except Exception as error:  # What a library raises for a format that it lacks is its own affair.
-            left_out[name] = " ".join(str(error).split())[:200] or type(error).__name__
+            left_out[name] = _words(error)
+    if not found:
+        raise RuntimeError("; ".join(f"{name}: {why}" for name, why in left_out.items()))
     return found, left_out
+
+
+def _words(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

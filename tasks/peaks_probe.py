@@ -14,12 +14,13 @@ import numpy as np
 import torch
 
 from tasks.engines.torch_forms import flags
-from tasks.peaks import Rate
+from tasks.peaks import CALM, Rate
 from tasks.target import last_level_cache_bytes
 
 REPEATS, LEAST = 25, 3
 SMALL_CPU = 128 << 10  # Two of these lie in a core's second-level cache.
 MAX_BUFFER = 1 << 30
+BLOCK = 1 << 20
 SMALL, SLOW_S = 256, 0.005
 LAUNCHES = 10
 Seconds = Callable[[], float]
@@ -27,13 +28,20 @@ Work = Callable[[], object]
 
 
 def repeated(seconds: Seconds, amount: float, by: str, budget_s: float) -> Rate:
-    """The rate at which `seconds()`, one timed piece of work, does `amount` units; at least 3 times, at most 25."""
+    """The rate at which `seconds()`, one timed piece of work, does `amount` units.
+
+    It is done 25 times, and on where other work disturbs it, until the time is used up; at least 3 times.
+    """
     seconds()
     taken: list[float] = []
     end = time.perf_counter() + budget_s
-    while len(taken) < LEAST or (len(taken) < REPEATS and time.perf_counter() < end):
+    while len(taken) < LEAST or (time.perf_counter() < end and (len(taken) < REPEATS or _disturbed(taken))):
         taken.append(seconds())
     return Rate(amount / min(taken), amount / statistics.median(taken), amount / max(taken), len(taken), by)
+
+
+def _disturbed(taken: list[float]) -> bool:
+    return min(taken) < CALM * statistics.median(taken)
 
 
 def best(rates: list[Rate]) -> Rate:
@@ -69,8 +77,10 @@ def on_gpu(work: Work, times: int = LAUNCHES) -> Seconds:
 
 
 def _random(count: int, device: str) -> torch.Tensor:
-    generator = torch.Generator(device).manual_seed(0)
-    return torch.randint(0, 256, (count,), dtype=torch.uint8, device=device, generator=generator)
+    """Bytes [count]: a random MiB, over and over, since a CPU takes seconds for a random GiB."""
+    generator, many = torch.Generator(device).manual_seed(0), min(count, BLOCK)
+    block = torch.randint(0, 256, (many,), dtype=torch.uint8, device=device, generator=generator)
+    return block.repeat(-(-count // many))[:count].clone()
 
 
 def cpu_memory(budget_s: float) -> Rate:

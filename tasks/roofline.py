@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks import datasheets, layers, layout, manifest, peaks, systolic
-from tasks.errors import Fault
+from tasks.errors import Fault, Unavailable
 from tasks.files import read_json, sha256
 from tasks.manifest import Manifest
 from tasks.params import Tree
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tasks.onnx_work import Work
 
 FROM_PYTORCH = ("eager", "inductor")
+UNTOLD = "no layers are told of it, so each node of its source stands alone: the bound is one without fusion, too high"
 
 
 @dataclass(frozen=True)
@@ -91,12 +92,15 @@ class Roofline:
 def of_engine(tree: Tree, name: str, batch: int | None = None, unit: int = systolic.UNIT) -> Roofline | None:
     """The roofline of a built engine at `batch`, or the benchmark's; None if its device wasn't probed on this machine.
 
-    Raises Fault if the engine or what it was made from isn't there, or isn't what the engine was built from.
+    Raises Fault if the engine or what it was made from isn't there, or isn't what the engine was built from, and
+    Unavailable if its device's probe failed.
     """
-    described = manifest.read(layout.artifact(name))
-    here = fingerprint().id
-    ceiling = peaks.find(peaks.known(here), described.device, described.threads)
+    described, machine = manifest.read(layout.artifact(name)), fingerprint()
+    here, probed = machine.id, peaks.known(machine)
+    ceiling = probed.find(described.device, described.threads)
     if ceiling is None:
+        if why := probed.why_not(described.device, described.threads):
+            raise Unavailable(f"the peaks of its device couldn't be probed: {why}")
         return None
     many, lengths = batch or tree.params.benchmark.batch, lengths_of(tree, described)
     works, notes = works_of(tree, name, described, many, lengths)
@@ -156,7 +160,8 @@ def works_of(
             do=f"rebuild: {described.rebuild}",
         )
     told = layers.read(layout.artifact(name))
-    return onnx_work.of_model(onnx_file.load(source), told, batch, lengths)
+    works, notes = onnx_work.of_model(onnx_file.load(source), told, batch, lengths)
+    return works, notes if told else [*notes, UNTOLD]
 
 
 def bound(work: Work, flops_per_s: Mapping[str, float], bytes_per_s: float) -> tuple[float, str]:

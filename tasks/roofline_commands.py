@@ -22,15 +22,19 @@ def peaks(
     force: Annotated[bool, typer.Option("--force", help="Probe again what is known already.")] = False,
     threads: Annotated[list[int] | None, typer.Option(help="Threads on the CPU; those of the engines without.")] = None,
 ) -> None:
-    """Probe this machine's copy bandwidth and matrix rates once, and keep them with its fingerprint."""
+    """Probe this machine's copy bandwidth and matrix rates once, and keep them with its fingerprint.
+
+    A stage of the line too; a format or device that can't be probed is told, and fails nothing.
+    """
     from tasks import peaks as module
     from tasks import roofline_table
 
     if any(n < 1 for n in threads or ()):
         raise Fault("--threads is none", got=threads, expected="1 or more", do="name a number of threads")
     asked = threads or (_threads(params.load(layout.PARAMS, models=False)) if layout.PARAMS.is_file() else [1])
-    with machine.hold(True):
+    with machine.step(alone=True):
         found = module.probe(asked, force)
+    layout.failure("peaks").unlink(missing_ok=True)
     roofline_table.show_peaks(found, _console())
 
 
@@ -49,7 +53,7 @@ def roofline(
         raise Fault("no such engine in params.yaml", got=name, expected=", ".join(tree.engines), do="name one of these")
     described = manifest.read(layout.artifact(name))
     with machine.hold(True):
-        probing.probe(_threads(tree) if described.device == "cpu" else [1])
+        probing.probe(_threads(tree) if described.device == "cpu" else [])
         if described.backend == "onnxruntime":
             _profile(tree, name, described, batch)
     found = module.of_engine(tree, name, batch, unit)
@@ -79,7 +83,7 @@ def _profile(tree: Tree, name: str, described: Manifest, batch: int | None) -> N
 
 def _threads(tree: Tree) -> list[int]:
     """The numbers of threads of the tree's engines on the CPU."""
-    return sorted({build.threads for build in tree.params.build.values() if build.where == "cpu"}) or [1]
+    return sorted({build.threads for build in tree.params.build.values() if build.where == "cpu"})
 
 
 def _console() -> Any:

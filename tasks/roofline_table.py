@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
@@ -11,7 +11,7 @@ from rich.table import Table
 from tasks import datasheets
 from tasks.errors import Fault, Unavailable
 from tasks.params import Tree
-from tasks.peaks import Peaks, Rate
+from tasks.peaks import Probed, Rate
 from tasks.roofline import LayerBound, Predicted, Roofline, of_engine
 
 HEADINGS = ("layer", "kind", "precision", "MFLOP", "KiB", "FLOP/byte", "bound", "limit", "measured", "× bound")
@@ -91,12 +91,17 @@ def of_tree(tree: Tree, names: Iterable[str]) -> list[dict[str, Any]]:
     for name in names:
         try:
             one = of_engine(tree, name)
-        except (Fault, Unavailable, ValueError, RuntimeError, KeyError) as error:
-            reason = error.line if isinstance(error, Fault) else f"{type(error).__name__}: {error}"
-            found.append({"name": name, "reason": " ".join(reason.split())[:300]})
-        else:
             found += section([one]) if one else []
+        except Exception as error:  # Whatever is wrong with one engine's files: the report shows the others.
+            found.append({"name": name, "reason": _reason(error)})
     return found
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, Fault):
+        return error.line
+    words = " ".join(str(error).split())[:300]
+    return words if isinstance(error, Unavailable) else f"{type(error).__name__}: {words}"
 
 
 def section(rooflines: Iterable[Roofline]) -> list[dict[str, Any]]:
@@ -140,20 +145,22 @@ def show(found: Roofline, console: Console) -> None:
     console.print(sheets)
 
 
-def show_peaks(peaks: Sequence[Peaks], console: Console) -> None:
-    """Print the probed ceilings with their medians and spread."""
+def show_peaks(found: Probed, console: Console) -> None:
+    """Print the probed ceilings with their medians and spread, and what couldn't be probed."""
     table = Table(title="peaks of this machine", title_justify="left")
     for heading in ("device", "what", "best", "median", "lowest", "repeats", "by"):
         table.add_column(heading, justify="left" if heading in ("device", "what", "by") else "right")
-    for one in peaks:
+    for one in found.peaks:
         device = where(one.device, one.threads)
         rows = [("memory", one.memory, "GB/s"), ("cache", one.cache, "GB/s")]
         for name, rate, unit in (*rows, *((name, rate, "GFLOP/s") for name, rate in one.matrix.items())):
             table.add_row(device, name, *_numbers(rate, unit), str(rate.repeats), rate.by)
         for name, why in one.left_out.items():
             table.add_row(device, name, "–", "–", "–", "–", why)
+    for failed in found.failed:
+        table.add_row(where(failed.device, failed.threads), "all", "–", "–", "–", "–", failed.reason)
     console.print(table)
-    if any(one.disturbed for one in peaks):
+    if any(one.disturbed for one in found.peaks):
         console.print("other work disturbed the probe: make it again with --force when the machine is quiet")
 
 
