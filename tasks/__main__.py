@@ -9,8 +9,10 @@ import os
 import re
 import signal
 import sys
+import time
 import warnings
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,26 +31,39 @@ Name = Annotated[str, typer.Argument(help="The artifact's name in params.yaml.")
 
 
 def run(step: str, name: str | None) -> None:
-    """Call a step's function with the paths and settings that its signature names; write its report."""
+    """Call a step's function with the paths and settings that its signature names; write its report.
+
+    Reports of artifacts get `wall_s`, the step's seconds with its imports; None if it went on from a killed training.
+    """
     tree = params.load(layout.PARAMS, models=step == "data")
     if name is not None:
         _known(step, name, tree)
-    module = importlib.import_module(f"tasks.{step}")
-    function = getattr(module, step)
-    values = arguments(step, name, tree)
+    made, values = name in tree.nodes and step in SECTIONS, arguments(step, name, tree)
+    resumed = made and bool(_states(str(name), tree))
     with _machine(step):
+        start = time.monotonic()
+        function = getattr(importlib.import_module(f"tasks.{step}"), step)
         report = function(**{key: values[key]() for key in inspect.signature(function).parameters})
-    write_json(_report_path(step, name), report)
+        wall_s = None if resumed else time.monotonic() - start
+    write_json(_report_path(step, name), {**asdict(report), "wall_s": wall_s} if made else report)
     if name in tree.nodes:
         _remove_states(name, tree)
     layout.failure(f"{step}@{name}" if name else step).unlink(missing_ok=True)
 
 
 def _remove_states(name: str, tree: params.Tree) -> None:
-    """The states of a finished step's trainings, NAME and NAME-1, NAME-2 …, but for other artifacts of such a name."""
-    for file in layout.resume(name).parent.glob(f"{name}*.pt"):
-        if re.fullmatch(rf"{re.escape(name)}(-\d+)?", file.stem) and (file.stem == name or file.stem not in tree.nodes):
-            file.unlink(missing_ok=True)
+    """Remove the states of a finished step's trainings."""
+    for file in _states(name, tree):
+        file.unlink(missing_ok=True)
+
+
+def _states(name: str, tree: params.Tree) -> list[Path]:
+    """The states of a step's trainings, NAME and NAME-1, NAME-2 …, but for other artifacts of such a name."""
+    return [
+        file
+        for file in layout.resume(name).parent.glob(f"{name}*.pt")
+        if re.fullmatch(rf"{re.escape(name)}(-\d+)?", file.stem) and (file.stem == name or file.stem not in tree.nodes)
+    ]
 
 
 def _machine(step: str) -> AbstractContextManager[None]:
@@ -152,6 +167,7 @@ app.command("verify")(signing.verify_command)
 app.command("accuracy")(accuracy_commands.accuracy)
 app.command("bench")(commands.bench)
 app.command("calibrate")(commands.calibrate)
+app.command("plaster")(commands.plaster)
 app.command("peaks")(roofline_commands.peaks)
 app.command("roofline")(roofline_commands.roofline)
 app.command("sweep")(commands.sweep)

@@ -1,4 +1,4 @@
-"""The commands that stand beside the pipeline: `bench`, `calibrate` and `sweep`. They import late what they need."""
+"""The commands that stand beside the pipeline, such as `bench` and `sweep`. They import late what they need."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 from tasks import layout, machine, params
 from tasks.errors import Fault
-from tasks.files import atomic, write_json
+from tasks.files import atomic, read_json, write_json
 from tasks.settings import BenchmarkParams
 
 
@@ -85,6 +85,17 @@ def sweep(
     with atomic(layout.sweep(name).with_suffix(".html")) as part:
         part.write_text(sweep_page.page(found))
     sweep_page.show(found, _console())
+
+
+def plaster() -> None:
+    """Print the PLASTER scorecard of the last run: one row a variant, one column a letter."""
+    from tasks import table
+
+    if not layout.SUMMARY.is_file():
+        raise Fault(
+            "no summary yet", got=f"no {layout.SUMMARY}", expected="a finished run", do="run `make run` or `dvc repro`"
+        )
+    table.show_plaster(read_json(layout.SUMMARY), _console())
 
 
 def _numbers(option: str, text: str) -> list[int]:

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +15,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tasks import curves, layers, layout, manifest, results, signing, tracking
-from tasks.files import read_json
+from tasks import accuracy, curves, layers, layout, manifest, plaster, results, signing, tracking
+from tasks.accuracy import Accuracy
+from tasks.files import read_json, write_json
 from tasks.gates import metric
 from tasks.params import Tree
 from tasks.results import Variant
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
 PARENT = "mlflow.parentRunId"
 BATCH = 1000  # The most that MLflow takes at once.
 PROOFS = (manifest.FILE, manifest.LAYERS, signing.FILE)
-METRICS = ("accuracy", "accuracy_change", "speedup", "latency_ms")
+METRICS = ("accuracy", "accuracy_change", "speedup", "latency_ms", "energy_mj")
+NUMBERS = ("load_s", "first_inference_s", "memory_bytes", "host_peak_bytes", "device_peak_bytes", "activation_bytes")
 
 
 @dataclass(frozen=True)
@@ -128,12 +131,15 @@ def _log(store: MlflowClient, experiment: str, parent: str, variant: Variant, tr
         "reasons": " ".join(variant.reasons)[:4000],
         "engine_sha256": str(variant.engine_sha256),
         "test_sha256": str(variant.test_sha256),
+        "energy": f"not known: {why}" if (why := variant.cost.energy_reason) else "measured",
         **evidence_tags(variant),
     }
     with _run(store, experiment, variant.name, tags, failed=variant.verdict == "failed") as run:
         params = [Param(k, str(v)[:6000]) for k, v in lineage_params(tree, variant.lineage).items()]
         now = int(time.time() * 1e3)
-        metrics = [Metric(k, v, now, 0) for k, v in flat_metrics(variant).items()]
+        (compared,) = accuracy.of_tree(tree, [variant.name])
+        numbers = flat_metrics(variant) | paired_metrics(compared) | plaster.metrics(plaster.scorecard(tree, variant))
+        metrics = [Metric(k, v, now, 0) for k, v in numbers.items()]
         for point in curves.points(tree, variant.lineage):
             name = f"{point.step}/{point.artifact}"
             metrics.append(Metric(f"{name}/loss", point.loss, now, point.epoch))
@@ -147,6 +153,9 @@ def _log(store: MlflowClient, experiment: str, parent: str, variant: Variant, tr
         ):
             if file.is_file():
                 store.log_artifact(run, str(file), "manifest" if file.name in PROOFS else file.parent.name)
+        with tempfile.TemporaryDirectory() as scratch:
+            write_json(Path(scratch) / f"{variant.name}.json", compared)
+            store.log_artifact(run, f"{scratch}/{variant.name}.json", "accuracy")
         store.set_tag(run, "content", str(variant.content))
     return run
 
@@ -184,6 +193,10 @@ def flat_metrics(variant: Variant) -> dict[str, float]:
     for key in ("p90", "p99"):
         if variant.latency_ms and variant.latency_ms[key] is not None:
             flat[f"latency_ms_{key}"] = float(variant.latency_ms[key] or 0)
+    if net := variant.cost.energy_net_mj:
+        flat |= {"energy_net_mj": net.value, "energy_net_mj_low": net.low, "energy_net_mj_high": net.high}
+    flat |= {name: float(value) for name in NUMBERS if (value := getattr(variant.cost, name)) is not None}
+    flat |= {f"throughput_per_s_batch_{batch}": value for batch, value in variant.throughput_at.items()}
     for batch, gain in variant.speedup_at.items():
         name = f"speedup_batch_{batch}"
         flat |= {name: gain.value, f"{name}_low": gain.low, f"{name}_high": gain.high}
@@ -192,6 +205,16 @@ def flat_metrics(variant: Variant) -> dict[str, float]:
     if variant.throughput_per_s is not None:
         flat["throughput_per_s"] = variant.throughput_per_s
     return {name: value for name, value in flat.items() if math.isfinite(value)}
+
+
+def paired_metrics(compared: Accuracy) -> dict[str, float]:
+    """Agreement, samples gained and lost, and McNemar's p-value against the baseline and the parent."""
+    flat: dict[str, float | None] = {}
+    for pair in compared.versus:
+        agreement = pair.agreement.value if pair.agreement else None
+        numbers = {"agreement": agreement, "gained": pair.gained, "lost": pair.lost, "mcnemar_p": pair.p_value}
+        flat |= {f"{key}_{role}": value for role in pair.role.split(" and ") for key, value in numbers.items()}
+    return {name: float(value) for name, value in flat.items() if value is not None}
 
 
 @contextmanager

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tasks import accuracy, accuracy_table, curves, layout, report_proof, results, roofline_table
+from tasks import (
+    accuracy,
+    accuracy_table,
+    costs,
+    curves,
+    layout,
+    plaster,
+    plaster_page,
+    report_proof,
+    results,
+    roofline_table,
+)
 from tasks.compare import WINS
 from tasks.files import atomic_folder, digest_of, read_json, sha256, write_json
 from tasks.gates import shown
@@ -65,7 +76,7 @@ def summarize(tree: Tree, workload: Path, here: Target, data: Path) -> dict[str,
         "gates": tree.params.gates.model_dump(exclude_none=True),
         "champion": promotion,
         "head_to_head": comparison["head_to_head"],
-        "variants": [_entry(v, runs.get(v.name)) for v in variants],
+        "variants": [_entry(tree, v, runs.get(v.name)) for v in variants],
     }
 
 
@@ -85,7 +96,7 @@ def _with_promotion(variant: Variant, promotion: dict[str, Any] | None) -> Varia
     return variant
 
 
-def _entry(variant: Variant, run: str | None) -> dict[str, Any]:
+def _entry(tree: Tree, variant: Variant, run: str | None) -> dict[str, Any]:
     raw = results.plain(variant)
     accuracy = {**raw["accuracy"], "n": variant.samples} if raw["accuracy"] else None
     gain = {**raw["speedup"], "versus": variant.versus} if raw["speedup"] else None
@@ -97,7 +108,9 @@ def _entry(variant: Variant, run: str | None) -> dict[str, Any]:
         "backend",
         "accuracy_change",
         "latency_ms",
+        "clock",
         "throughput_per_s",
+        "throughput_at",
         "size_bytes",
         "evidence",
         "verdict",
@@ -106,11 +119,13 @@ def _entry(variant: Variant, run: str | None) -> dict[str, Any]:
     )
     return {
         **{k: raw[k] for k in kept},
+        **costs.plain(raw["cost"]),
         "accuracy": accuracy,
         "speedup": gain,
         "speedup_at": gains,
         "reasons": list(variant.reasons),
         "mlflow_run_id": run,
+        "plaster": asdict(plaster.scorecard(tree, variant)) if variant.name in tree.nodes else None,
     }
 
 
@@ -128,12 +143,15 @@ def page(
     from jinja2 import Environment, FileSystemLoader
 
     environment = Environment(loader=FileSystemLoader(Path(__file__).with_name("templates")), autoescape=True)
-    rows = [row(v) for v in ordered(summary["variants"])]
+    variants = ordered(summary["variants"])
     return environment.get_template("report.html.j2").render(
         summary=summary,
-        rows=rows,
+        rows=[row(v) for v in variants],
         batches=batches(summary),
         plot=pareto(summary),
+        plaster=plaster_page.section({**summary, "variants": variants}),
+        metered=metered(summary),
+        unmetered=unmetered(summary),
         colors=COLORS,
         engines=engines,
         searches=searches,
@@ -164,10 +182,23 @@ def row(variant: dict[str, Any]) -> dict[str, str]:
         **report_proof.cells(variant),
         **{f"speedup_{batch}": _times(value) for batch, value in variant["speedup_at"].items()},
         "latency": f"{latency['p50']:.3f} ms" if latency and latency["p50"] else "–",
+        "memory": plaster_page.bytes_text(variant.get("memory_bytes")),
+        "energy": shown("energy_mj", Interval(**energy)) if (energy := variant.get("energy_mj")) else "–",
         "size": f"{variant['size_bytes']['engine'] / 1024:,.0f} KiB" if variant["size_bytes"] else "–",
         "verdict": variant["verdict"],
         "reason": "; ".join(variant["reasons"]),
     }
+
+
+def metered(summary: dict[str, Any]) -> bool:
+    """Whether the energy of at least one variant is known."""
+    return any(variant.get("energy_mj") for variant in summary["variants"])
+
+
+def unmetered(summary: dict[str, Any]) -> str:
+    """Why no variant that was measured has an energy, each reason once; empty if one has, or none was measured."""
+    reasons = dict.fromkeys(v.get("energy_reason") for v in summary["variants"] if v["latency_ms"])
+    return "" if metered(summary) else "; ".join(reason for reason in reasons if reason)
 
 
 def _times(raw: dict[str, float]) -> str:
@@ -179,12 +210,16 @@ def batches(summary: dict[str, Any]) -> list[str]:
     return sorted({batch for variant in summary["variants"] for batch in variant["speedup_at"]}, key=int)
 
 
+MEASURED = ("throughput_per_s", "memory_bytes", "first_inference_s")
+
+
 def _table(path: Path, summary: dict[str, Any]) -> None:
     with path.open("w", newline="") as stream:
         writer = csv.writer(stream)
         further = batches(summary)
         at = [f"speedup_{batch}" for batch in further]
-        writer.writerow(("variant", "accuracy", "speedup", *at, "latency_ms", "engine_bytes", "verdict"))
+        first = ("variant", "accuracy", "speedup", *at, "latency_ms", "engine_bytes")
+        writer.writerow((*first, *MEASURED, "energy_mj", "verdict"))
         for v in summary["variants"]:
             if v["accuracy"] and v["speedup"]:
                 writer.writerow(
@@ -195,6 +230,8 @@ def _table(path: Path, summary: dict[str, Any]) -> None:
                         *(v["speedup_at"].get(batch, {"value": ""})["value"] for batch in further),
                         v["latency_ms"]["p50"],
                         v["size_bytes"]["engine"],
+                        *(v[key] for key in MEASURED),
+                        (v["energy_mj"] or {"value": ""})["value"],
                         v["verdict"],
                     )
                 )

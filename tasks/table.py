@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tasks.report import batches, ordered, row
+from tasks import plaster_page
+from tasks.report import batches, metered, ordered, row, unmetered
 
 if TYPE_CHECKING:
     from tasks.account import AccountReport
@@ -28,7 +29,7 @@ STYLES = {
 def show(summary: dict[str, Any], console: Console) -> None:
     """Print every variant with its numbers, intervals, verdict and reason, then the champion."""
     table = Table(title=f"{summary['workload']} on {summary['target']['name']}", title_justify="left", show_lines=False)
-    further = batches(summary)
+    further, energy = batches(summary), ["energy"] if metered(summary) else []
     columns: tuple[tuple[str, dict[str, Any]], ...] = (
         ("variant", {"overflow": "fold"}),
         (f"{summary['metric']}", {"no_wrap": True}),
@@ -36,6 +37,8 @@ def show(summary: dict[str, Any], console: Console) -> None:
         *((f"at batch {batch}", {"no_wrap": True}) for batch in further),
         ("precision", {"overflow": "fold"}),
         ("size", {"justify": "right", "no_wrap": True}),
+        ("memory", {"justify": "right", "no_wrap": True}),
+        *((heading, {"no_wrap": True}) for heading in energy),
         ("verdict", {"no_wrap": True}),
         ("reason", {"ratio": 1}),
     )
@@ -50,10 +53,14 @@ def show(summary: dict[str, Any], console: Console) -> None:
             *(cells.get(f"speedup_{batch}", "–") for batch in further),
             cells["precision"],
             cells["size"],
+            cells["memory"],
+            *(cells[key] for key in energy),
             f"[{style}]{cells['verdict']}[/]",
             escape(cells["reason"]),
         )
     console.print(table)
+    if why := unmetered(summary):
+        console.print(f"no energy: {escape(why)}", style="dim", highlight=False)
     champion = summary["champion"]
     if champion is None:
         console.print("[bold red]promotion did not run:[/] see the stages that failed; the registry is as it was")
@@ -71,14 +78,14 @@ def show(summary: dict[str, Any], console: Console) -> None:
 
 def markdown(summary: dict[str, Any]) -> str:
     """The same as a page of Markdown, with the environment and the digests above it."""
-    target, further = summary["target"], batches(summary)
+    target, further, energy = summary["target"], batches(summary), ["energy"] if metered(summary) else []
     columns = [
         *("variant", summary["metric"], "change", f"speed-up over {summary['baseline']}"),
         *(f"at batch {batch}" for batch in further),
-        *("precision", "engine", "verdict"),
+        *("precision", "engine", "memory", *energy, "verdict"),
     ]
     numbers = ["accuracy", "accuracy_change", "speedup", *(f"speedup_{b}" for b in further)]
-    keys = ["variant", *numbers, "precision", "size", "verdict"]
+    keys = ["variant", *numbers, "precision", "size", "memory", *energy, "verdict"]
     cells = [row(v) for v in ordered(summary["variants"])]
     versions = ", ".join(f"{name} {target['libraries'][name]}" for name in LIBRARIES if name in target["libraries"])
     driver = f", driver {target['driver']}" if target.get("driver") else ""
@@ -94,10 +101,39 @@ def markdown(summary: dict[str, Any]) -> str:
             "|" + "---|" * len(columns),
             *("| " + " | ".join(r.get(key, "–") for key in keys) + " |" for r in cells),
             "",
+            *((f"No energy: {why}.", "") if (why := unmetered(summary)) else ()),
             *(f"- `{r['variant']}`: {r['reason']}" for r in cells),
             "",
         ]
     )
+
+
+def show_plaster(summary: dict[str, Any], console: Console) -> None:
+    """Print the PLASTER scorecard of every variant, a column a letter, and why letters have no number."""
+    scored = [v for v in ordered(summary["variants"]) if v.get("plaster")]
+    title = f"PLASTER: {summary['workload']} on {summary['target']['name']}"
+    table, further = Table(title=title, title_justify="left"), plaster_page.batches(summary)
+    headings = {
+        "variant": "variant",
+        "steps": "steps",
+        "settings": "settings",
+        "latency": "latency\np50",
+        "latency_p99": "latency\np99",
+        "accuracy": "accuracy",
+        "size": "size",
+        "memory": "memory",
+        **{f"throughput_{batch}": f"throughput\nat {batch}" for batch in further},
+        **({"energy": "energy\nefficiency"} if plaster_page.metered(summary) else {}),
+        "learning": "rate of\nlearning",
+    }
+    for key, heading in headings.items():
+        table.add_column(heading, justify="left" if key == "variant" else "right", overflow="fold")
+    for variant in scored:
+        cells = plaster_page.cells(variant)
+        table.add_row(*(escape(cells.get(key, "–")) for key in headings), style=STYLES[variant["verdict"]])
+    console.print(table)
+    for note in plaster_page.notes(summary):
+        console.print(note, style="dim", highlight=False, markup=False)
 
 
 def show_account(name: str, found: AccountReport, console: Console) -> None:

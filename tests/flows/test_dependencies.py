@@ -29,7 +29,7 @@ NO_NUMBERS = {
         "tracking",
         "registry",
     ),
-    *("signing", "styles", "settings_engines"),
+    *("signing", "styles", "settings_engines", "settings_gates"),
     *("resume", "threads", "closed_form", "settings", "settings_models", "settings_types", "pyfunc"),
     *("workloads/digits", "workloads/reviews", "engines/eager", "engines/onnxruntime", "engines/tensorrt_rtx"),
 }

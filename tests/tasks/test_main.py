@@ -84,6 +84,27 @@ def test_a_step_writes_its_artifact_and_its_report(run_main: Any, project_copy: 
     assert layout.scores("base-ort").is_file()
 
 
+def test_the_report_of_an_artifact_holds_the_seconds_that_it_took(run_main: Any) -> None:
+    assert read_json(layout.report("train", "base"))["wall_s"] > 0, "made by the line"
+    assert read_json(layout.report("build", "base-ort"))["wall_s"] > 0
+    assert "wall_s" not in read_json(layout.report("evaluate", "base-ort")), "its report is the same when made again"
+    report = layout.report("export", "base-onnx")
+    before = read_json(report)
+    assert run_main("export", "base-onnx")[0] == 0
+    after = read_json(report)
+    assert 0 < after.pop("wall_s") < 60 and before.pop("wall_s") > 0
+    assert after == before
+
+
+def test_a_step_that_goes_on_from_a_killed_training_does_not_know_its_seconds(run_main: Any) -> None:
+    state = layout.resume("base-onnx")
+    state.parent.mkdir(parents=True)
+    state.write_bytes(b"of a killed one")
+    assert run_main("export", "base-onnx")[0] == 0
+    assert read_json(layout.report("export", "base-onnx"))["wall_s"] is None
+    assert not state.exists()
+
+
 def test_a_fault_of_a_step_leaves_what_was_made(run_main: Any) -> None:
     (layout.artifact("base") / "model.pt").write_bytes(b"")
     before = sha256(layout.artifact("base-onnx")), sha256(layout.report("export", "base-onnx"))

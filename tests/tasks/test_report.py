@@ -21,7 +21,9 @@ from tasks.report import ordered, page, report, row
 
 KEYS = {
     "name", "lineage", "also", "backend", "accuracy", "accuracy_change", "latency_ms", "throughput_per_s",
-    "speedup", "size_bytes", "evidence", "verdict", "reasons", "mlflow_run_id", "engine_sha256", "test_sha256",
+    "speedup", "size_bytes", "memory_bytes", "energy_mj", "energy_net_mj", "energy_reason", "energy_disturbed",
+    "load_s", "first_inference_s", "host_peak_bytes", "device_peak_bytes", "activation_bytes", "clock",
+    "throughput_at", "plaster", "evidence", "verdict", "reasons", "mlflow_run_id", "engine_sha256", "test_sha256",
 }  # fmt: skip
 
 
@@ -89,6 +91,42 @@ def test_a_measured_variant_has_its_numbers(summary: dict[str, Any]) -> None:
     assert set(variant["latency_ms"]) == {"p50", "p90", "p99", "n", "batch"}
     assert variant["mlflow_run_id"] == "run1"
     assert variant["engine_sha256"] == sha256(layout.artifact("base-ort") / "engine.onnx")
+
+
+def test_a_variant_says_what_it_costs(summary: dict[str, Any]) -> None:
+    variant = next(v for v in summary["variants"] if v["name"] == "base-ort")
+    timed = read_json(layout.report("benchmark", "base-ort"))
+    assert variant["first_inference_s"] == timed["footprint"]["first_inference_s"]
+    assert variant["memory_bytes"] == variant["host_peak_bytes"] == timed["footprint"]["host_peak_bytes"]
+    assert (variant["energy_mj"] is None) == bool(variant["energy_reason"])
+    assert set(variant["plaster"]) == {
+        "programmability", "latency", "accuracy", "size", "throughput", "energy_efficiency", "rate_of_learning",
+    }  # fmt: skip
+    taken = [read_json(layout.report(step, name))["wall_s"] for step, name in (
+        ("train", "base"), ("export", "base-onnx"), ("build", "base-ort"),
+    )]  # fmt: skip
+    assert variant["plaster"]["rate_of_learning"]["seconds"] == pytest.approx(sum(taken))
+
+
+def test_the_page_says_why_there_is_no_energy_or_has_a_column_of_it(summary: dict[str, Any]) -> None:
+    for variant in summary["variants"]:
+        variant |= {"energy_mj": None, "energy_reason": "no <RAPL> here" if variant["latency_ms"] else "not run"}
+    html = page(summary)
+    assert "No energy: no &lt;RAPL&gt; here." in html and "<th>energy</th>" not in html
+    summary["variants"][0] |= {"energy_mj": {"value": 2.0, "low": 1.9, "high": 2.1}, "energy_reason": None}
+    html = page(summary)
+    assert "No energy:" not in html and "<th>energy</th>" in html and "2 mJ [1.9 mJ, 2.1 mJ]" in html
+
+
+def test_the_page_has_the_scorecards(summary: dict[str, Any]) -> None:
+    html = (layout.LATEST / "index.html").read_text()
+    part = html[html.index("<h2>PLASTER</h2>") :]
+    assert "3 steps" in part and "onnxruntime, tensorrt, tensorrt_rtx" in part
+    for variant in summary["variants"]:
+        assert f"<b>{variant['name']}</b></td><td>" in part
+        assert f"\\u003cb\\u003e{variant['name']}\\u003c" in part, "a line of the plot"
+        del variant["plaster"]
+    assert "PLASTER" not in page(summary), "nothing of a summary of an earlier version"
 
 
 def test_a_variant_says_how_it_runs(summary: dict[str, Any]) -> None:
@@ -232,6 +270,9 @@ def test_the_table_for_dvc_holds_what_was_measured(summary: dict[str, Any]) -> N
     assert rows.keys() == measured.keys()
     assert float(rows["base-ort"]["accuracy"]) == measured["base-ort"]["accuracy"]["value"]
     assert float(rows["base-ort"]["speedup"]) == measured["base-ort"]["speedup"]["value"]
+    assert float(rows["base-ort"]["memory_bytes"]) == measured["base-ort"]["memory_bytes"]
+    energy = measured["base-ort"]["energy_mj"]
+    assert rows["base-ort"]["energy_mj"] == (str(energy["value"]) if energy else "")
 
 
 def test_the_learning_curves_for_dvc_are_those_of_the_reports(summary: dict[str, Any]) -> None:

@@ -10,6 +10,12 @@ from rich.console import Console
 
 from tasks.table import markdown, show
 
+MARKDOWN: dict[str, Any] = {
+    "target": {"name": "a machine", "cores": 2, "python": "3.11", "libraries": {"torch": "2"}},
+    "git_commit": "abc",
+    "params_sha256": "1" * 64,
+    "data_sha256": {"test": "2" * 64},
+}
 NOTHING = dict.fromkeys(("accuracy", "accuracy_change", "latency_ms", "speedup", "evidence"))
 
 
@@ -142,3 +148,25 @@ def test_markdown_of_a_gpu_names_its_driver_and_the_libraries_that_are_there(sum
     summary["target"] |= {"cores": 16, "python": "3.12", "libraries": libraries, "driver": "580.1"}
     summary |= {"git_commit": "abc", "params_sha256": "1" * 64, "data_sha256": {"test": "2" * 64}}
     assert "a machine, driver 580.1, 16 cores, Python 3.12, torch 2, onnxruntime-gpu 1.24; commit" in markdown(summary)
+
+
+def test_without_a_meter_one_line_says_why_and_there_is_no_column(summary: dict[str, Any]) -> None:
+    for one in summary["variants"]:
+        one |= {"energy_mj": None, "energy_reason": "no RAPL [here]" if one["latency_ms"] else "not run"}
+    summary |= MARKDOWN
+    text = printed(summary)
+    assert "no energy: no RAPL [here]" in text and "not run" not in text
+    assert not [line for line in text.splitlines() if "variant" in line and "energy" in line]
+    assert "No energy: no RAPL [here]." in markdown(summary) and "| energy |" not in markdown(summary)
+
+
+def test_energy_and_memory_have_columns_where_they_are_known(summary: dict[str, Any]) -> None:
+    summary["variants"][1] |= {"energy_mj": {"value": 2.0, "low": 1.9, "high": 2.1}, "memory_bytes": 3 << 20}
+    summary |= MARKDOWN
+    text = printed(summary)
+    best = next(line for line in text.splitlines() if "best" in line)
+    assert "2 mJ [1.9 mJ, 2.1 mJ]" in best and "3.0 MiB" in best
+    assert "no energy" not in text
+    rows = [line for line in markdown(summary).splitlines() if line.startswith("| ")]
+    assert "| memory | energy |" in rows[0] and "| 3.0 MiB | 2 mJ [1.9 mJ, 2.1 mJ] |" in rows[1]
+    assert len({row.count("|") for row in rows}) == 1

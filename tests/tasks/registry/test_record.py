@@ -77,6 +77,17 @@ def test_a_run_holds_lineage_numbers_tags_and_files(place: Any) -> None:
     assert metrics["speedup_low"] == variant["speedup"]["low"]
     assert metrics["latency_ms"] == variant["latency_ms"]["p50"]
     assert metrics["size_bytes_engine"] == variant["size_bytes"]["engine"]
+    assert metrics["first_inference_s"] == variant["cost"]["first_inference_s"]
+    assert metrics["memory_bytes"] == metrics["host_peak_bytes"] == variant["cost"]["host_peak_bytes"]
+    steps = (("train", "thin"), ("export", "thin-onnx"), ("build", "thin-ort"))
+    taken = sum(read_json(layout.report(*step))["wall_s"] for step in steps)
+    assert metrics["plaster.rate_of_learning_s"] == pytest.approx(taken)
+    path = Path(place.store.download_artifacts(run.info.run_id, "accuracy/thin-ort.json"))
+    against = {pair["role"]: pair for pair in read_json(path)["versus"]}["baseline"]
+    assert metrics["mcnemar_p_baseline"] == against["p_value"] and metrics["lost_baseline"] == against["lost"]
+    assert metrics["agreement_baseline"] == against["agreement"]["value"]
+    assert metrics["plaster.latency_p50_ms"] == variant["latency_ms"]["p50"]
+    assert (metrics["plaster.programmability_steps"], metrics["plaster.programmability_backends"]) == (3, 3)
     assert {"accuracy_low", "accuracy_change_high", "throughput_per_s"} <= set(metrics)
     built = read_json(layout.report("build", "thin-ort"))
     assert metrics["parity_logits"] == built["parity"][0]["difference"]
@@ -86,6 +97,7 @@ def test_a_run_holds_lineage_numbers_tags_and_files(place: Any) -> None:
     assert files(place.store, run.info.run_id) == {
         "manifest/manifest.json",
         "manifest/layers.json",
+        "accuracy/thin-ort.json",
         *(f"{step}/thin-ort.json" for step in ("build", "evaluate", "benchmark")),
     }
 
