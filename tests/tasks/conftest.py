@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,12 +16,20 @@ import numpy as np
 import pytest
 from ruamel.yaml import YAML
 
-from tasks import layout, target
+from tasks import layout, target, timing
 from tasks.__main__ import run as run_step
 from tasks.params import Tree, load
 from tasks.workloads.protocol import load_workload
 
 TINY = Path(__file__).resolve().parent.parent / "tiny"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_pools() -> Iterator[None]:
+    """Inputs needn't outgrow the cache where no time counts."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(timing, "MAX_POOL_BYTES", 1 << 20)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -43,20 +52,22 @@ def tiny_params(workload_path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def line(tmp_path_factory: pytest.TempPathFactory, tiny_params: dict[str, Any]) -> Path:
+def line(once: Callable[..., Path], tiny_params: dict[str, Any]) -> Path:
     """A folder where every step of the tiny params up to benchmark has run. Read only."""
-    folder = tmp_path_factory.mktemp("line")
-    (folder / layout.PARAMS).write_text(json.dumps(tiny_params))
-    with contextlib.chdir(folder):
-        target.refresh()
-        tree = load(layout.PARAMS)
-        run_step("data", None)
-        for name, node in tree.nodes.items():
-            run_step(node.step, name)
-        for name in tree.engines:
-            run_step("evaluate", name)
-            run_step("benchmark", name)
-    return folder
+
+    def make(folder: Path) -> None:
+        (folder / layout.PARAMS).write_text(json.dumps(tiny_params))
+        with contextlib.chdir(folder):
+            target.refresh()
+            tree = load(layout.PARAMS)
+            run_step("data", None)
+            for name, node in tree.nodes.items():
+                run_step(node.step, name)
+            for name in tree.engines:
+                run_step("evaluate", name)
+                run_step("benchmark", name)
+
+    return once("line", make)
 
 
 @pytest.fixture

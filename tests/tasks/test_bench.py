@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from tasks import __main__ as command
-from tasks import manifest, measure
+from tasks import commands, manifest, measure
 from tasks.bench import bench, random_inputs, show
 from tasks.errors import Fault
 from tasks.files import read_json
@@ -123,6 +123,14 @@ def test_random_inputs_have_the_engines_types_and_lengths(artifact: Any) -> None
 def test_the_command_prints_a_table_and_writes_json(
     engines: dict[str, Path], tmp_path: Path, free_environment: None, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
+    class Quick(BenchmarkParams):
+        rounds: int = 8
+        max_rounds: int = 8
+        window_ms: float = 3
+        warmup_ms: float = 10
+        max_lost: float = 1000
+
+    monkeypatch.setattr(commands, "BenchmarkParams", Quick)
     out = tmp_path / "bench.json"
     folders = [str(engines["small"]), str(engines["deep"])]
     monkeypatch.setattr(sys, "argv", ["tasks", "bench", *folders, "--budget-s", "0.5", "--json", str(out)])

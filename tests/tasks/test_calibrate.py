@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tasks import __main__ as command
+from tasks import beside
 from tasks import calibrate as module
 from tasks.beside import side_by_side
 from tasks.calibrate import Tally, Trials, calibrate, early, make_bed
@@ -29,9 +30,12 @@ def bed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few rounds and short windows."""
+    """Few rounds, short windows and a small engine."""
     monkeypatch.setattr(module, "SAME", QUICK)
     monkeypatch.setattr(module, "PLANTED", QUICK)
+    monkeypatch.setattr(module, "EARLY_MS", 0.5)
+    monkeypatch.setattr(module, "tiny_engine", lambda folder, width, _: tiny_engine(folder, width // 4, 2))
+    monkeypatch.setattr(beside, "MIN_ROUNDS", 3)
 
 
 def test_a_planted_half_is_found_and_its_size_too(bed: Any) -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tasks import checkpoint, manifest, measure, onnx_file
-from tasks.build import build
 from tasks.data import data, read
+from tasks.engines.protocol import backend as backend_of
 from tasks.engines.protocol import open_engine
 from tasks.errors import Fault
 from tasks.evaluate import run
@@ -44,8 +44,9 @@ def made(tmp_path_factory: pytest.TempPathFactory, text: Any) -> Path:
         ("dynamic", "int8", "onnxruntime"),
         ("rtx", "onnx", "tensorrt_rtx"),
     ):
+        (root / name).mkdir()
         spec = BuildParams.model_validate({"from": source, "backend": backend})
-        build(root / source, root / "data", root / name, spec)
+        manifest.write(root / name, backend_of(backend).build(root / source, root / name, spec).manifest)
     return root
 
 

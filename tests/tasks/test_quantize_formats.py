@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -90,6 +93,63 @@ def net() -> onnx.ModelProto:
         [numpy_helper.from_array(value, name) for name, value in weights.items()],
     )
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+
+
+SERVER = """
+import json, os, runpy, sys, traceback
+say = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+import modelopt.onnx.autocast, modelopt.onnx.quantization
+for line in sys.stdin:
+    job, log = json.loads(line)
+    if child := os.fork():
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=say, flush=True)
+        continue
+    code = 1
+    try:
+        for end in (1, 2):
+            os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), end)
+        os.chdir(os.path.dirname(job))
+        sys.argv = ["modelopt_child", job]
+        runpy.run_module("tasks.modelopt_child", run_name="__main__")
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush(), sys.stderr.flush(), os._exit(code)
+"""
+
+
+class Forked:
+    """A child process as `modelopt_child` starts them, forked from one that has imported ModelOpt already."""
+
+    def __init__(self, server: subprocess.Popen[str], command: list[str], log: str) -> None:
+        assert server.stdin and server.stdout
+        print(json.dumps([command[-1], log]), file=server.stdin, flush=True)
+        self._said, self._code = server.stdout, None
+
+    def wait(self, timeout: float) -> int:
+        self._code = int(self._said.readline())
+        return self._code
+
+    def poll(self) -> int | None:
+        return self._code
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> Iterator[None]:
+    """Importing ModelOpt takes seconds: each job still has a process of its own, but they share that."""
+    command, ends = [sys.executable, "-c", SERVER], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    environment = {**os.environ, "PYTHONPATH": str(modelopt_child.ROOT)}
+    with subprocess.Popen(command, text=True, env=environment, **ends) as server:
+        forked = SimpleNamespace(
+            Popen=lambda command, stdout, **_: Forked(server, command, str(stdout.name)),
+            STDOUT=subprocess.STDOUT,
+            TimeoutExpired=subprocess.TimeoutExpired,
+        )
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(modelopt_child, "subprocess", forked)
+            yield
 
 
 class Project:
@@ -407,7 +467,8 @@ def test_modelopt_takes_no_random_data(tmp_path: Path) -> None:
     assert (tmp_path / "int8.onnx").is_file()
 
 
-def test_a_child_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
+def test_a_child_that_fails_is_told_with_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modelopt_child, "subprocess", subprocess)
     with pytest.raises(Fault, match="ModelOpt made no int8 model") as caught:
         modelopt_child._run({"kind": "int8"}, net(), tmp_path)
     assert "exit status 1; KeyError: 'batch'" in str(caught.value.got)

@@ -24,19 +24,32 @@ def at_most(share: float, trials: int) -> float:
     return float(binom.ppf(0.99, trials, share)) / trials
 
 
-def decided(logs: np.ndarray, looks: tuple[int, ...], family: int = 1, naive: bool = False) -> np.ndarray:
-    """Which measurements [trials, rounds] of no difference, stopped at the first clear look, give a verdict.
+Rule = Callable[[tuple[int, ...]], float]
+
+
+def repeated(horizon: int, family: int = 1) -> Rule:
+    """How sure the interval after some looks has to be, by ours."""
+    return lambda looks: confidence_at(looks, horizon, 0.95, family)
+
+
+def naive(looks: tuple[int, ...]) -> float:
+    return 0.95
+
+
+def decided(logs: np.ndarray, looks: tuple[int, ...], *rules: Rule) -> list[np.ndarray]:
+    """By each rule: which measurements [trials, rounds] of no difference give a verdict, at the first clear look.
 
     By the signed ranks, all trials at once: what `speedup` and `clear` say, as a test below holds.
     """
-    found = np.zeros(len(logs), bool)
+    found = [np.zeros(len(logs), bool) for _ in rules]
     for k, n in enumerate(looks):
-        sure = 0.95 if naive else confidence_at(looks[: k + 1], looks[-1], 0.95, family)
         ranks = np.abs(logs[:, :n]).argsort(axis=1).argsort(axis=1) + 1
         above = (ranks * (logs[:, :n] > 0)).sum(axis=1)
-        below = n * (n + 1) // 2 - above
-        if not too_few(n, sure):
-            found |= np.minimum(above, below) <= _signed_rank_cut(n, 1 - sure)
+        least = np.minimum(above, n * (n + 1) // 2 - above)
+        for verdicts, rule in zip(found, rules, strict=True):
+            sure = rule(looks[: k + 1])
+            if not too_few(n, sure):
+                verdicts |= least <= _signed_rank_cut(n, 1 - sure)
     return found
 
 
@@ -44,23 +57,26 @@ def decided(logs: np.ndarray, looks: tuple[int, ...], family: int = 1, naive: bo
 def test_false_verdicts_stay_below_one_in_twenty_however_it_is_stopped(noise: str) -> None:
     looks = tuple(range(20, 61, 5))
     logs = NOISE[noise](np.random.default_rng(5), (20_000, 60))
-    assert decided(logs, looks).mean() <= at_most(0.05, 20_000)
-    assert decided(logs, looks, naive=True).mean() > 0.1
+    ours, plain = decided(logs, looks, repeated(60), naive)
+    assert ours.mean() <= at_most(0.05, 20_000)
+    assert plain.mean() > 0.1
 
 
 @pytest.mark.parametrize("first", [8, 20])
 def test_looking_after_every_round_is_no_way_around(first: int) -> None:
     looks = tuple(range(first, 61))
     logs = NOISE["normal"](np.random.default_rng(6), (2000, 60))
-    assert decided(logs, looks).mean() <= at_most(0.05, 2000)
-    assert decided(logs, looks, naive=True).mean() > 0.13
+    ours, plain = decided(logs, looks, repeated(60), naive)
+    assert ours.mean() <= at_most(0.05, 2000)
+    assert plain.mean() > 0.13
 
 
 def test_one_false_verdict_among_many_engines_stays_below_one_in_twenty() -> None:
     looks, engines = tuple(range(20, 61, 5)), 20
     logs = NOISE["normal"](np.random.default_rng(7), (1000 * engines, 60))
-    assert decided(logs, looks, engines).reshape(1000, engines).any(axis=1).mean() <= at_most(0.05, 1000)
-    assert decided(logs, looks, 1).reshape(1000, engines).any(axis=1).mean() > 0.4
+    together, alone = decided(logs, looks, repeated(60, engines), repeated(60))
+    assert together.reshape(1000, engines).any(axis=1).mean() <= at_most(0.05, 1000)
+    assert alone.reshape(1000, engines).any(axis=1).mean() > 0.4
 
 
 @pytest.mark.parametrize("n", [12, 20, 35])

@@ -18,6 +18,7 @@ from torch import nn
 from tasks import checkpoint, exported, layers, manifest, proof, recurrent_op
 from tasks.data import data, read
 from tasks.engines import inductor, inductor_package, protocol, torch_graph
+from tasks.engines.inductor_compiled import Compiled
 from tasks.errors import Unavailable
 from tasks.export import export
 from tasks.settings import BuildParams, DataParams, ExportParams
@@ -158,17 +159,30 @@ def program_engine(source: Any, tmp_path_factory: pytest.TempPathFactory) -> Pat
             True, warn_only=True
         )  # As training does, in a process that goes on to build.
         try:
-            engine(source("tiny"), folder, opt_batch=4)
+            engine(source("tiny"), folder, opt_batch=1)
         finally:
             torch.use_deterministic_algorithms(False)
     return folder
+
+
+def test_sizes_that_count_are_compiled_alone_and_all_others_together(
+    source: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[bool] = []
+    monkeypatch.setattr(Compiled, "_compiled", lambda self, alone: (made.append(alone), object())[1])
+    module, notes = exported.load(source("text") / "program")
+    compiled = Compiled(module, notes, [1, 4], 1)
+    sizes = [(1, 12), (4, 12), (1, 6), (4, 6), (9, 6), (3, 12), (4, 12)]
+    calls = [compiled({spec.name: size for spec in notes.inputs}) for size in sizes]
+    assert made == [True, True, False, False]
+    assert [calls.index(call) for call in calls] == [0, 1, 2, 3, 3, 3, 1]
 
 
 def test_without_a_package_an_engine_is_a_program_and_its_caches(program_engine: Path) -> None:
     described = manifest.read(program_engine)
     assert described.built_for["form"] == "program"
     assert described.built_for["package"] == "left out: a fresh process doesn't load it: killed"
-    assert described.settings["static"] == [1, 4]
+    assert described.settings["static"] == [1]
     files = sorted(file.name for file in (program_engine / described.engine_file).iterdir())
     assert files == [inductor.CACHE, exported.FILE]
 

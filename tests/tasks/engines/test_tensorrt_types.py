@@ -45,7 +45,13 @@ def specialised(text: str, module: str) -> str:
     )
 
 
-def checked(folder: Path, stubs: str, module: str) -> str:
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Mypy's cache, of the standard library above all."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def checked(folder: Path, stubs: str, module: str, cache: Path) -> str:
     """What mypy says of the shared modules and of the backend's own, with the stubs of one version."""
     for name in SHARED:
         (folder / f"{name}.py").write_text(specialised((ENGINES / f"{name}.py").read_text(), module))
@@ -59,7 +65,7 @@ def checked(folder: Path, stubs: str, module: str) -> str:
             "mypy",
             "--no-site-packages",
             "--cache-dir",
-            "cache",
+            str(cache),
             "--config-file",
             "mypy.ini",
             *files,
@@ -74,12 +80,12 @@ def checked(folder: Path, stubs: str, module: str) -> str:
 
 
 @pytest.mark.parametrize(("stubs", "module"), [("trt10", "tensorrt"), ("trt11", "tensorrt"), ("rtx", "tensorrt_rtx")])
-def test_the_code_fits_the_bindings_of_each_version(tmp_path: Path, stubs: str, module: str) -> None:
-    said = checked(tmp_path, stubs, module)
+def test_the_code_fits_the_bindings_of_each_version(tmp_path: Path, cache: Path, stubs: str, module: str) -> None:
+    said = checked(tmp_path, stubs, module, cache)
     assert said.startswith("Success"), said
 
 
-def test_a_name_or_an_argument_that_the_bindings_do_not_have_is_found(tmp_path: Path) -> None:
+def test_a_name_or_an_argument_that_the_bindings_do_not_have_is_found(tmp_path: Path, cache: Path) -> None:
     wrong = """
 def _precision_flags(config: Any, network: Any) -> None:
     config.set_flag(trt.BuilderFlag.FP16)
@@ -89,7 +95,7 @@ def _precision_flags(config: Any, network: Any) -> None:
     (tmp_path / "wrong.py").write_text(
         specialised("from __future__ import annotations\nfrom typing import Any\n" + wrong, "tensorrt")
     )
-    said = checked(tmp_path, "trt11", "tensorrt")
+    said = checked(tmp_path, "trt11", "tensorrt", cache)
     for part in ('"FP16"', 'Missing positional argument "pool_size"', '"precision"'):
         assert part in said, said
 

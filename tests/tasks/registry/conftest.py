@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sqlite3
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from tasks.record import RecordReport, record
 from tasks.target import Target
 
 MAKE = """
+import shutil
 from tasks import layout, tracking
 from tasks.__main__ import run
 from tasks.files import read_json, write_json
@@ -34,10 +36,12 @@ for name, latency in (("wide-eager", 8.0), ("wide-ort", 4.0), ("thin-ort", 0.5))
     raw = read_json(path)
     medians = {"timing": latency, "baseline": 8.0}
     for key, value in medians.items():
-        raw[key] |= {"p50": value, "medians": [value * (1 + i / 1000) for i in range(8)]}
+        raw[key] |= {"p50": value, "medians": [value * (1 + i / 1000) for i in range(20)]}
     write_json(path, {**raw, "unstable": None})
 run("compare", None)
 tracking.client().search_experiments()
+shutil.copyfile("mlflow.db", "empty.db")
+run("record", None)
 """
 PARAMS: dict[str, Any] = {
     "baseline": "wide-eager",
@@ -52,7 +56,8 @@ PARAMS: dict[str, Any] = {
         "wide-ort": {"from": "wide-onnx", "backend": "onnxruntime"},
         "thin-ort": {"from": "thin-onnx", "backend": "onnxruntime"},
     },
-    "benchmark": {"batch": 16, "rounds": 8, "max_rounds": 8, "window_ms": 8, "warmup_ms": 40, "max_width": 0.99},
+    "benchmark": {"batch": 16, "rounds": 20, "max_rounds": 20, "window_ms": 10, "warmup_ms": 100}
+    | {"max_width": 0.99, "max_lost": 1000, "energy_s": 0.05},
     "gates": {"accuracy_change": {"min": -0.4}, "speedup": {"min": 1.0}},
 }
 
@@ -108,32 +113,53 @@ class Place:
         return {a.removesuffix(f"-{self.here.id}"): str(v) for a, v in model.aliases.items()}
 
 
+def change(raw: dict[str, Any]) -> None:
+    for section in ("prune", "distill", "quantize"):
+        del raw[section]
+    raw.update(PARAMS)
+
+
 @pytest.fixture(scope="session")
 def made(
-    tmp_path_factory: pytest.TempPathFactory,
+    once: Callable[..., Path],
     new_project: Callable[[Path], Path],
     command: Callable[..., Any],
     edit: Callable[..., None],
 ) -> Path:
-    folder = new_project(tmp_path_factory.mktemp("registry"))
+    def make(folder: Path) -> None:
+        edit(new_project(folder), change)
+        done = command(folder, "python", "-c", MAKE)
+        assert done.returncode == 0, done.stderr
 
-    def change(raw: dict[str, Any]) -> None:
-        for section in ("prune", "distill", "quantize"):
-            del raw[section]
-        raw.update(PARAMS)
-
-    edit(folder, change)
-    done = command(folder, "python", "-c", MAKE)
-    assert done.returncode == 0, done.stderr
-    return folder
+    return once("registry", make)
 
 
 @pytest.fixture
-def place(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+def copied(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of the project, with its own store, in which the comparison is recorded; the working directory."""
     root = tmp_path / "project"
     shutil.copytree(made, root, ignore=shutil.ignore_patterns(".git", ".dvc"))
     monkeypatch.chdir(root)
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", "ENGINESMITH_FLOW_RUN"):
         os.environ.pop(name, None)
-    yield Place(root, params.load(layout.PARAMS), target.fingerprint())
+    with sqlite3.connect("mlflow.db") as store:
+        for table, column in (("experiments", "artifact_location"), ("runs", "artifact_uri")):
+            store.execute(f"UPDATE {table} SET {column} = replace({column}, ?, ?)", (made.as_uri(), root.as_uri()))
+    store.close()
+    yield root
     os.environ.pop("MLFLOW_TRACKING_URI", None)
+
+
+@pytest.fixture
+def recorded(copied: Path) -> Place:
+    """A project whose comparison is in MLflow."""
+    return Place(copied, params.load(layout.PARAMS), target.fingerprint())
+
+
+@pytest.fixture
+def place(copied: Path) -> Place:
+    """A project of which nothing is in MLflow yet."""
+    Path("empty.db").rename("mlflow.db")
+    shutil.rmtree("mlartifacts")
+    layout.RECORD.unlink()
+    return Place(copied, params.load(layout.PARAMS), target.fingerprint())

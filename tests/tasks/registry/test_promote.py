@@ -31,12 +31,6 @@ run("promote", None)
 """
 
 
-@pytest.fixture
-def recorded(place: Any) -> Any:
-    place.record()
-    return place
-
-
 def test_the_first_champion(recorded: Any) -> None:
     run = read_json(layout.RECORD)["runs"]["thin-ort"]
     before = recorded.store.get_run(run).info
