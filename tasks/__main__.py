@@ -67,8 +67,7 @@ def _states(name: str, tree: params.Tree) -> list[Path]:
 
 
 def _machine(step: str) -> AbstractContextManager[None]:
-    """The flow holds the machine for its steps; alone, a step takes it itself."""
-    return nullcontext() if os.environ.get("ENGINESMITH_PARENT") else machine.hold(step in MEASURING)
+    return machine.step(step in MEASURING)
 
 
 def arguments(step: str, name: str | None, tree: params.Tree) -> dict[str, Any]:

@@ -64,6 +64,7 @@ def test_the_line_runs_skips_what_is_done_and_tells_what_failed(
         "evaluate@base-eager",
         "benchmark@base-eager",
         "compare",
+        "peaks",
         "report",
     }
     assert {stage for stage, (_, reason) in ended.items() if not reason} == good
