@@ -135,8 +135,13 @@ def changed(one: Scored, other: Scored) -> tuple[Changed, ...]:
 
     return tuple(
         Changed(
-            *(i, ("lost", "gained", "same score")[kind[i]], at(one.labels, i)),
-            *(at(other.predictions, i), at(one.predictions, i), float(other.scores[i]), float(one.scores[i])),
+            i,
+            ("lost", "gained", "same score")[kind[i]],
+            at(one.labels, i),
+            at(other.predictions, i),
+            at(one.predictions, i),
+            float(other.scores[i]),
+            float(one.scores[i]),
         )
         for i in order
     )
