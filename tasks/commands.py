@@ -95,7 +95,15 @@ def plaster() -> None:
         raise Fault(
             "no summary yet", got=f"no {layout.SUMMARY}", expected="a finished run", do="run `make run` or `dvc repro`"
         )
-    table.show_plaster(read_json(layout.SUMMARY), _console())
+    summary = read_json(layout.SUMMARY)
+    if not any(variant.get("plaster") for variant in summary["variants"]):
+        raise Fault(
+            "the summary has no scorecards",
+            got="one of an earlier version",
+            expected="the key plaster",
+            do="run `make run` or `dvc repro`",
+        )
+    table.show_plaster(summary, _console())
 
 
 def _numbers(option: str, text: str) -> list[int]:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from tasks import __main__ as command
 from tasks import layout
-from tasks.files import read_json, sha256
+from tasks.files import read_json, sha256, write_json
 from tasks.params import Tree
 from tasks.settings import SECTIONS
 
@@ -142,6 +142,27 @@ def test_show_without_a_run_says_what_to_run(run_main: Any) -> None:
     assert code == 2
     assert "no summary yet" in err
     assert "make run" in err
+
+
+def test_plaster_prints_the_scorecards_or_says_why_there_are_none(run_main: Any) -> None:
+    assert "no summary yet" in run_main("plaster")[2]
+    target = {"name": "a machine"}
+    card = {
+        "programmability": {"steps": 3, "settings": 7, "backends": ["onnxruntime"]},
+        "latency": None,
+        "accuracy": None,
+        "size": {"engine_bytes": 2048, "memory_bytes": None},
+        "throughput": {},
+        "energy_efficiency": {"inferences_per_joule": None, "reason": "not run"},
+        "rate_of_learning": {"seconds": 9.0, "at_least": False, "reason": None, "by_stage": {}},
+    }
+    one = {"name": "best", "also": [], "verdict": "not_run", "speedup": None}
+    summary = {"workload": "tiny", "target": target, "baseline": "base", "variants": [one]}
+    write_json(layout.SUMMARY, summary)
+    assert "the summary has no scorecards" in run_main("plaster")[2]
+    write_json(layout.SUMMARY, {**summary, "variants": [{**one, "plaster": card}]})
+    code, out, _ = run_main("plaster")
+    assert code == 0 and "PLASTER: tiny on a machine" in out and "9.0 s" in out
 
 
 def test_target_prints_this_machine(run_main: Any) -> None:
