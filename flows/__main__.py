@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
@@ -67,12 +66,12 @@ def main() -> int:
 
 def where_next(report: bool = True) -> str:
     """Lines that say where to look now: the report, unless it wasn't made; MLflow; the logs of the steps."""
-    from tasks import layout
+    from tasks import layout, tracking
 
     here, page = Path.cwd(), layout.LATEST / "index.html"
     place = here.relative_to(ROOT).as_posix() if here.is_relative_to(ROOT) else "."
     ui = "make ui" + ("" if place == "." else f" WORKLOAD={place}")
-    if os.environ.get("MLFLOW_TRACKING_URI"):
+    if tracking.uri() != f"sqlite:///{tracking.EMBEDDED.resolve()}":  # MLflow itself sets the variable to its store.
         ui = "the store that MLFLOW_TRACKING_URI names"
     lines = [f"report:  {page.resolve()}"] if report and page.is_file() else []
     return "\n".join([*lines, f"MLflow:  {ui}: a run for each variant, and the registry", f"logs:    {layout.LOGS}/"])
