@@ -7,6 +7,7 @@ import pytest
 
 from flows.dag import Dag
 from tasks import params
+from tasks.__main__ import run
 from tasks.errors import Fault
 
 
@@ -66,6 +67,11 @@ def test_a_long_chain_is_urgent(dag: Dag) -> None:
     assert chains["export@base-onnx"] > chains["build@base-ort"] > chains["benchmark@base-ort"]
 
 
+def test_peaks_are_probed_alone_and_only_the_report_needs_them(dag: Dag) -> None:
+    assert dag.stages["peaks"].alone and not dag.stages["peaks"].needs
+    assert dag.after("peaks") == ["report"]
+
+
 def test_order_puts_needs_first(dag: Dag) -> None:
     seen: set[str] = set()
     for stage in dag.stages.values():
@@ -81,7 +87,7 @@ def test_everything_is_stale_at_first_and_names_the_change(dag: Dag) -> None:
 
 def test_commit_makes_a_stage_clean(dag: Dag, project: Path, command) -> None:
     began = dag.begin("data")
-    assert command(project, "python", "-m", "tasks", "data").returncode == 0
+    run("data", None)
     dag.commit("data", began)
     assert "data" not in Dag().stale()
     assert "data" not in command(project, "dvc", "status", "data").stdout
@@ -94,17 +100,17 @@ def test_commit_refuses_missing_outputs(dag: Dag) -> None:
     assert "data" in Dag().stale()
 
 
-def test_commit_refuses_a_dependency_that_moved_meanwhile(dag: Dag, project: Path, command) -> None:
+def test_commit_refuses_a_dependency_that_moved_meanwhile(dag: Dag, project: Path) -> None:
     began = dag.begin("data")
-    assert command(project, "python", "-m", "tasks", "data").returncode == 0
+    run("data", None)
     (project / "tasks/data.py").write_text((project / "tasks/data.py").read_text() + "\n# edited\n")
     with pytest.raises(Fault, match="changed while it ran"):
         dag.commit("data", began)
 
 
-def test_restore_brings_an_earlier_result_back(dag: Dag, project: Path, command) -> None:
+def test_restore_brings_an_earlier_result_back(dag: Dag, project: Path) -> None:
     began = dag.begin("data")
-    assert command(project, "python", "-m", "tasks", "data").returncode == 0
+    run("data", None)
     dag.commit("data", began)
     before = (project / "data/test.npz").read_bytes()
     original = (project / "params.yaml").read_text()
@@ -112,7 +118,7 @@ def test_restore_brings_an_earlier_result_back(dag: Dag, project: Path, command)
     changed = Dag()
     assert not changed.restore("data")
     began = changed.begin("data")
-    assert command(project, "python", "-m", "tasks", "data").returncode == 0
+    run("data", None)
     changed.commit("data", began)
     assert (project / "data/test.npz").read_bytes() != before
     (project / "params.yaml").write_text(original)

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -16,31 +18,52 @@ from tasks import layout
 MEASURED = ("passed", "unstable")
 
 
-@pytest.fixture
-def driver(copy: Path, monkeypatch: pytest.MonkeyPatch):
-    """A function that drives all stages of the copied project, with some commands planted."""
-    monkeypatch.chdir(copy)
-    monkeypatch.setenv("PYTHONPATH", str(copy))
+def enter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a project the working directory, with its own code."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
     monkeypatch.setenv("DVC_NO_ANALYTICS", "1")
 
-    def drive(stop_before: str = "record", **planted: dict) -> Driver:
-        dag = Dag()
-        for name, changes in planted.items():
-            key = name.replace("__", "@").replace("_", "-")
-            dag.stages[key] = replace(dag.stages[key], **changes)
-        forced = frozenset(k.replace("__", "@").replace("_", "-") for k in planted)
-        run = Driver(dag, Console(quiet=True), set(dag.stale()), forced)
-        for name in dag.stages:
-            if name == stop_before:
-                break
-            run.stage(name)
-        return run
 
+def drive(stop_before: str = "record", **planted: dict) -> Driver:
+    """Drive all stages of the project in the working directory, with some commands planted."""
+    dag = Dag()
+    for name, changes in planted.items():
+        key = name.replace("__", "@").replace("_", "-")
+        dag.stages[key] = replace(dag.stages[key], **changes)
+    forced = frozenset(k.replace("__", "@").replace("_", "-") for k in planted)
+    run = Driver(dag, Console(quiet=True), set(dag.stale()), forced)
+    for name in dag.stages:
+        if name == stop_before:
+            break
+        run.stage(name)
+    return run
+
+
+@pytest.fixture
+def driver(copy: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Driver]:
+    """`driver(stop_before, planted)` drives the stages of the copied project, its working directory."""
+    enter(copy, monkeypatch)
     return drive
 
 
-def touch(path: str) -> None:
-    Path(path).write_text(Path(path).read_text() + "\n")
+@dataclass(frozen=True)
+class Spoilt:
+    """A project after a run in which one step was killed and another took too long, and its verdicts."""
+
+    folder: Path
+    run: Driver
+    verdicts: dict[str, tuple[str, str]]
+
+
+@pytest.fixture(scope="module")
+def spoilt(built, tmp_path_factory: pytest.TempPathFactory) -> Spoilt:
+    folder = tmp_path_factory.mktemp("spoilt") / "project"
+    shutil.copytree(built.kept, folder, symlinks=True)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        enter(folder, monkeypatch)
+        killed, slow = {"command": "sh -c 'kill -9 $$'"}, {"timeout_s": 0.2}
+        return Spoilt(folder, drive(quantize__base_int8=killed, export__slim_kd_onnx=slow), verdicts())
 
 
 def verdicts() -> dict[str, tuple[str, str]]:
@@ -63,37 +86,37 @@ def test_a_changed_setting_runs_its_artifact_and_descendants_only(driver, copy: 
     assert ran == {"quantize@base-int8", "compare"} | engine
 
 
-def test_a_killed_step_fails_its_variant_only(driver) -> None:
-    run = driver(quantize__base_int8={"command": "sh -c 'kill -9 $$'"})
-    assert run.ended["quantize@base-int8"].reason == "killed by SIGKILL (out of memory?)"
-    assert run.ended["build@base-int8-ort"].how == "skipped"
-    assert run.ended["compare"].ok
-    found = verdicts()
-    assert found["base-int8-ort"] == ("failed", "quantize@base-int8 failed: killed by SIGKILL (out of memory?)")
-    assert found["slim-kd-ort"][0] in MEASURED and found["base-ort"][0] in MEASURED
+def test_a_killed_step_fails_its_variant_only(spoilt: Spoilt) -> None:
+    ended = spoilt.run.ended
+    assert ended["quantize@base-int8"].reason == "killed by SIGKILL (out of memory?)"
+    assert ended["build@base-int8-ort"].how == "skipped"
+    assert ended["compare"].ok
+    told = "quantize@base-int8 failed: killed by SIGKILL (out of memory?)"
+    assert spoilt.verdicts["base-int8-ort"] == ("failed", told)
+    assert spoilt.verdicts["base-ort"][0] in MEASURED
 
 
-def test_a_step_past_its_timeout_fails_its_variant_only(driver) -> None:
-    run = driver(export__slim_kd_onnx={"timeout_s": 0.2})
-    assert [e.stage for e in run.failed()] == ["export@slim-kd-onnx"]
-    assert "timed out after 0 s" in verdicts()["slim-kd-ort"][1]
-    assert verdicts()["base-int8-ort"][0] in MEASURED
+def test_a_step_past_its_timeout_fails_its_variant_only(spoilt: Spoilt) -> None:
+    assert {e.stage for e in spoilt.run.failed()} == {"quantize@base-int8", "export@slim-kd-onnx"}
+    verdict, told = spoilt.verdicts["slim-kd-ort"]
+    assert verdict == "failed" and "timed out after 0 s" in told
+    assert spoilt.verdicts["base-ort"][0] in MEASURED
 
 
-def test_a_failed_variant_leaves_no_result_of_an_earlier_run(driver) -> None:
-    assert layout.report("benchmark", "base-int8-ort").is_file()
-    driver(quantize__base_int8={"command": "false"})
-    assert not layout.report("benchmark", "base-int8-ort").exists()
-    assert not layout.artifact("base-int8-ort").exists()
-    assert layout.report("benchmark", "base-ort").is_file()
+def test_a_failed_variant_leaves_no_result_of_an_earlier_run(spoilt: Spoilt, built) -> None:
+    left = (layout.report("benchmark", "base-int8-ort"), layout.artifact("base-int8-ort"))
+    assert all((built.kept / path).exists() for path in left)
+    assert not any((spoilt.folder / path).exists() for path in left)
+    assert (spoilt.folder / layout.report("benchmark", "base-ort")).is_file()
 
 
-def test_a_mended_variant_is_no_longer_failed(driver) -> None:
-    driver(quantize__base_int8={"command": "false"})
-    run = driver()
+def test_a_mended_variant_is_no_longer_failed(spoilt: Spoilt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    enter(Path(shutil.copytree(spoilt.folder, tmp_path / "mended", symlinks=True)), monkeypatch)
+    assert layout.failure("quantize@base-int8").is_file()
+    run = drive()
     assert not run.failed()
     assert not layout.failure("quantize@base-int8").exists()
-    assert verdicts()["base-int8-ort"][0] in MEASURED
+    assert {verdicts()[name][0] for name in ("base-int8-ort", "slim-kd-ort")} <= set(MEASURED)
 
 
 def test_a_failed_baseline_leaves_a_comparison_that_says_so(driver) -> None:
@@ -101,6 +124,22 @@ def test_a_failed_baseline_leaves_a_comparison_that_says_so(driver) -> None:
     found = verdicts()
     assert found["base-eager"][0] == "failed"
     assert {v for v, _ in found.values()} <= {"failed", "rejected", "not_run"}
+
+
+def test_a_probe_that_crashes_keeps_the_earlier_peaks_and_stops_nothing(driver) -> None:
+    before = layout.PEAKS.read_bytes()
+    run = driver(peaks={"command": "sh -c 'kill -ILL $$'"})
+    assert [(e.stage, e.reason) for e in run.failed()] == [("peaks", "killed by SIGILL")]
+    assert layout.PEAKS.read_bytes() == before
+    assert {e.how for name, e in run.ended.items() if name != "peaks"} == {"up to date"}
+
+
+def test_another_variant_has_no_device_probed_again(copy: Path, command, edit) -> None:
+    before = (copy / layout.PEAKS).read_bytes()
+    edit(copy, lambda p: p["build"].update({"twin-ort": {"from": "base-onnx", "backend": "onnxruntime"}}))
+    repro = command(copy, "dvc", "repro", "--single-item", "peaks")
+    assert repro.returncode == 0 and "Running stage 'peaks'" in repro.stdout, repro.stderr
+    assert (copy / layout.PEAKS).read_bytes() == before, "no two probes give the same numbers"
 
 
 def test_steps_after_a_kill_start_from_what_was_finished(driver, copy: Path) -> None:
@@ -112,8 +151,6 @@ def test_steps_after_a_kill_start_from_what_was_finished(driver, copy: Path) -> 
 
 
 def test_sweep_removes_scratch_of_dead_processes_only(tmp_path: Path) -> None:
-    import os
-
     dead, mine = tmp_path / ".model.pt.part-999999999", tmp_path / f".model.pt.part-{os.getpid()}"
     dead.mkdir()
     mine.touch()
@@ -129,7 +166,7 @@ def test_an_error_of_dvc_itself_fails_the_stage_and_is_told(
 
     edit(copy, lambda p: p["quantize"]["base-int8"].update(samples=40))
     monkeypatch.setattr(Dag, "changed", broken)
-    run = driver()
+    run = driver(stop_before="compare")
     assert run.ended["quantize@base-int8"].how == "failed"
     assert run.ended["quantize@base-int8"].reason == "OSError: no space left [here]"
     assert run.ended["build@base-int8-ort"].how == "skipped"

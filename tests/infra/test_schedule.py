@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-LIMIT_S = 300.0
+LIMIT_S = 600.0
 BIN = Path(sys.executable).parent
 ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 CHAMPION = """
@@ -49,6 +49,7 @@ class Server:
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "DO_NOT_TRACK": "true",
             "ENGINESMITH_CRON": "* * * * *",
+            "ENGINESMITH_LOCK": os.environ["ENGINESMITH_LOCK"],
         }
 
     def ask(self, path: str, body: Any = None) -> Any:
@@ -117,7 +118,16 @@ def shrink(raw: dict[str, Any]) -> None:
         "base-eager": {"from": "base", "backend": "eager"},
         "base-ort": {"from": "base-onnx", "backend": "onnxruntime"},
     }
-    raw["benchmark"] |= {"batch": 16}
+    # The engine is promoted however busy the machine is: it is the only one beside the baseline, and has to be known
+    # within a factor of two alone, which twenty rounds tell even if some of them are disturbed.
+    raw["benchmark"] |= {"batch": 16, "window_ms": 20, "warmup_ms": 300}
+    raw["gates"] = {"accuracy_change": {"min": -0.9}, "speedup": {"min": 0.01}}
+
+
+def verdicts(project: Path) -> str:
+    """What the run's summary says of each variant."""
+    variants = json.loads((project / "reports/latest/summary.json").read_text())["variants"]
+    return "\n".join(f"{v['name']}: {v['verdict']}: {'; '.join(v['reasons'])}" for v in variants)
 
 
 @pytest.mark.services
@@ -152,7 +162,7 @@ def test_a_scheduled_run_promotes_an_engine(
     assert ended["auto_scheduled"]
     assert ended["deployment_id"] == first["id"]
     champion = command(project, "python", "-c", CHAMPION)
-    assert champion.returncode == 0, champion.stderr
+    assert champion.returncode == 0, f"{verdicts(project)}\n{champion.stderr}"
     assert json.loads(champion.stdout)["variant"] == "base-ort"
     status = command(project, "dvc", "status")
     assert "up to date" in status.stdout, status.stdout + status.stderr
