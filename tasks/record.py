@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import os
-import re
 import subprocess
 import tempfile
 import time
@@ -15,12 +13,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tasks import accuracy, curves, layers, layout, manifest, plaster, results, signing, tracking
-from tasks.accuracy import Accuracy
+from tasks import curves, layout, manifest, results, signing, tracking
 from tasks.files import read_json, write_json
-from tasks.gates import metric
 from tasks.params import Tree
-from tasks.results import Variant
+from tasks.record_numbers import Entry, entries, evidence_tags, numbers
 from tasks.target import Target
 from tasks.workloads.protocol import load_workload
 
@@ -31,8 +27,6 @@ if TYPE_CHECKING:
 PARENT = "mlflow.parentRunId"
 BATCH = 1000  # The most that MLflow takes at once.
 PROOFS = (manifest.FILE, manifest.LAYERS, signing.FILE)
-METRICS = ("accuracy", "accuracy_change", "speedup", "latency_ms", "energy_mj")
-NUMBERS = ("load_s", "first_inference_s", "memory_bytes", "host_peak_bytes", "device_peak_bytes", "activation_bytes")
 
 
 @dataclass(frozen=True)
@@ -50,7 +44,7 @@ class RecordReport:
 def record(tree: Tree, workload: Path, here: Target) -> RecordReport:
     """Log every variant of `reports/compare.json`.
 
-    A variant whose records are the same as in a finished run of this target isn't logged
+    A variant of which all is the same as in a finished run of this target isn't logged
     again: that run is named instead. Runs that died are closed first.
     """
     comparison = results.required(layout.COMPARISON, "dvc repro compare")
@@ -58,10 +52,10 @@ def record(tree: Tree, workload: Path, here: Target) -> RecordReport:
     tracking.close_dead_runs(store)
     name = load_workload(workload).NAME
     experiment = tracking.experiment(store, name)
-    variants = [results.restore(v) for v in comparison["variants"]]
-    found = {v.name: _known(store, experiment, v, here) for v in variants}
-    known = {k: str(run.info.run_id) for k, run in found.items() if run}
-    if len(known) == len(variants) and (last := _last_parent(store, [run for run in found.values() if run])):
+    found = entries(tree, [results.restore(v) for v in comparison["variants"]])
+    earlier = {one.name: _known(store, experiment, one, here) for one in found}
+    known = {k: str(run.info.run_id) for k, run in earlier.items() if run}
+    if len(known) == len(found) and (last := _last_parent(store, [run for run in earlier.values() if run])):
         return RecordReport(name, experiment, last, known, 0, len(known))
     runs: dict[str, str] = {}
     tags = {**_flow_tags(), "target": here.id, "workload": name, "winner": comparison["winner"] or "none"}
@@ -69,9 +63,9 @@ def record(tree: Tree, workload: Path, here: Target) -> RecordReport:
         store.log_param(parent, "baseline", tree.params.baseline)
         store.set_tag(parent, "reused_runs", ", ".join(f"{k}: {v}" for k, v in sorted(known.items()))[:4000] or "none")
         store.log_artifact(parent, str(layout.COMPARISON))
-        for variant in variants:
-            runs[variant.name] = known.get(variant.name) or _log(store, experiment, parent, variant, tree, here)
-            print(f"recorded {len(runs)}/{len(variants)}: {variant.name}", flush=True)
+        for one in found:
+            runs[one.name] = known.get(one.name) or _log(store, experiment, parent, one, tree, here)
+            print(f"recorded {len(runs)}/{len(found)}: {one.name}", flush=True)
     return RecordReport(name, experiment, parent, runs, len(runs) - len(known), len(known))
 
 
@@ -93,10 +87,10 @@ def in_store(path: Path = layout.RECORD) -> bool:
     return all(run.info.lifecycle_stage == "active" for run in runs)
 
 
-def _known(store: MlflowClient, experiment: str, variant: Variant, here: Target) -> Run | None:
-    """The latest run that holds all of a variant's records: `content` is the last that is logged."""
+def _known(store: MlflowClient, experiment: str, one: Entry, here: Target) -> Run | None:
+    """The latest run that holds all of an entry: `content` is the last that is logged."""
     closed = "attributes.status != 'RUNNING' and attributes.status != 'KILLED'"
-    query = f"tags.content = '{variant.content}' and tags.target = '{here.id}' and {closed}"
+    query = f"tags.content = '{one.content}' and tags.target = '{here.id}' and {closed}"
     found = store.search_runs([experiment], query, max_results=1, order_by=["attributes.start_time DESC"])
     return found[0] if found else None
 
@@ -117,29 +111,15 @@ def _last_parent(store: MlflowClient, runs: list[Run]) -> str | None:
     return None
 
 
-def _log(store: MlflowClient, experiment: str, parent: str, variant: Variant, tree: Tree, here: Target) -> str:
+def _log(store: MlflowClient, experiment: str, parent: str, one: Entry, tree: Tree, here: Target) -> str:
     from mlflow.entities import Metric, Param
 
-    tags = {
-        PARENT: parent,
-        "target": here.id,
-        "variant": variant.name,
-        "lineage": " > ".join(variant.lineage),
-        "steps": " > ".join(tree.nodes[n].step for n in variant.lineage),
-        "backend": variant.backend,
-        "verdict": variant.verdict,
-        "reasons": " ".join(variant.reasons)[:4000],
-        "engine_sha256": str(variant.engine_sha256),
-        "test_sha256": str(variant.test_sha256),
-        "energy": f"not known: {why}" if (why := variant.cost.energy_reason) else "measured",
-        **evidence_tags(variant),
-    }
-    with _run(store, experiment, variant.name, tags, failed=variant.verdict == "failed") as run:
+    variant = one.variant
+    tags = {PARENT: parent, "target": here.id, **_tags(one, tree)}
+    with _run(store, experiment, one.name, tags, failed=variant.verdict == "failed") as run:
         params = [Param(k, str(v)[:6000]) for k, v in lineage_params(tree, variant.lineage).items()]
         now = int(time.time() * 1e3)
-        (compared,) = accuracy.of_tree(tree, [variant.name])
-        numbers = flat_metrics(variant) | paired_metrics(compared) | plaster.metrics(plaster.scorecard(tree, variant))
-        metrics = [Metric(k, v, now, 0) for k, v in numbers.items()]
+        metrics = [Metric(k, v, now, 0) for k, v in numbers(one).items()]
         for point in curves.points(tree, variant.lineage):
             name = f"{point.step}/{point.artifact}"
             metrics.append(Metric(f"{name}/loss", point.loss, now, point.epoch))
@@ -148,16 +128,33 @@ def _log(store: MlflowClient, experiment: str, parent: str, variant: Variant, tr
         for start in range(0, len(metrics), BATCH):
             store.log_batch(run, metrics=metrics[start : start + BATCH])
         for file in (
-            *(layout.artifact(variant.name) / file for file in PROOFS),
-            *(layout.report(s, variant.name) for s in ("build", "evaluate", "benchmark")),
+            *(layout.artifact(one.name) / file for file in PROOFS),
+            *(layout.report(s, one.name) for s in ("build", "evaluate", "benchmark")),
         ):
             if file.is_file():
                 store.log_artifact(run, str(file), "manifest" if file.name in PROOFS else file.parent.name)
         with tempfile.TemporaryDirectory() as scratch:
-            write_json(Path(scratch) / f"{variant.name}.json", compared)
-            store.log_artifact(run, f"{scratch}/{variant.name}.json", "accuracy")
-        store.set_tag(run, "content", str(variant.content))
+            write_json(Path(scratch) / f"{one.name}.json", one.compared)
+            store.log_artifact(run, f"{scratch}/{one.name}.json", "accuracy")
+        store.set_tag(run, "content", one.content)
     return run
+
+
+def _tags(one: Entry, tree: Tree) -> dict[str, str]:
+    variant, cost = one.variant, one.variant.cost
+    disturbed = f"measured in a disturbed window: {cost.energy_disturbed}" if cost.energy_disturbed else "measured"
+    return {
+        "variant": variant.name,
+        "lineage": " > ".join(variant.lineage),
+        "steps": " > ".join(tree.nodes[n].step for n in variant.lineage),
+        "backend": variant.backend,
+        "verdict": variant.verdict,
+        "reasons": " ".join(variant.reasons)[:4000],
+        "engine_sha256": str(variant.engine_sha256),
+        "test_sha256": str(variant.test_sha256),
+        "energy": f"not known: {cost.energy_reason}" if cost.energy_reason else disturbed,
+        **evidence_tags(variant),
+    }
 
 
 def lineage_params(tree: Tree, lineage: tuple[str, ...]) -> dict[str, Any]:
@@ -168,53 +165,6 @@ def lineage_params(tree: Tree, lineage: tuple[str, ...]) -> dict[str, Any]:
         for key, value in node.settings.model_dump(by_alias=True).items():
             flat[f"{node.step}.{name}.{key}"] = value
     return flat
-
-
-def evidence_tags(variant: Variant) -> dict[str, str]:
-    """What is known of how an engine runs, as tags; empty if nothing is."""
-    if (known := variant.evidence) is None:
-        return {}
-    return {
-        "device": known.device,
-        "precision_asked": known.precision_asked,
-        "precision_found": layers.counts(known.precision_found) or "unknown",
-        "not_as_asked": known.not_as_asked or "no",
-        "fusion": layers.fusion(known.nodes, known.kernels) or "unknown",
-        "signed": "yes" if known.signed else "no",
-    }
-
-
-def flat_metrics(variant: Variant) -> dict[str, float]:
-    """Finite numbers of a variant by MLflow metric name; intervals as NAME, NAME_low and NAME_high."""
-    flat = {f"size_bytes_{kind}": float(size) for kind, size in variant.size_bytes.items()}
-    for name in METRICS:
-        if got := metric(variant, name):
-            flat |= {name: got.value, f"{name}_low": got.low, f"{name}_high": got.high}
-    for key in ("p90", "p99"):
-        if variant.latency_ms and variant.latency_ms[key] is not None:
-            flat[f"latency_ms_{key}"] = float(variant.latency_ms[key] or 0)
-    if net := variant.cost.energy_net_mj:
-        flat |= {"energy_net_mj": net.value, "energy_net_mj_low": net.low, "energy_net_mj_high": net.high}
-    flat |= {name: float(value) for name in NUMBERS if (value := getattr(variant.cost, name)) is not None}
-    flat |= {f"throughput_per_s_batch_{batch}": value for batch, value in variant.throughput_at.items()}
-    for batch, gain in variant.speedup_at.items():
-        name = f"speedup_batch_{batch}"
-        flat |= {name: gain.value, f"{name}_low": gain.low, f"{name}_high": gain.high}
-    for parity in variant.evidence.parity if variant.evidence else ():
-        flat[f"parity_{re.sub('[^A-Za-z0-9_. /-]', '_', parity['output'])}"] = float(parity["difference"])
-    if variant.throughput_per_s is not None:
-        flat["throughput_per_s"] = variant.throughput_per_s
-    return {name: value for name, value in flat.items() if math.isfinite(value)}
-
-
-def paired_metrics(compared: Accuracy) -> dict[str, float]:
-    """Agreement, samples gained and lost, and McNemar's p-value against the baseline and the parent."""
-    flat: dict[str, float | None] = {}
-    for pair in compared.versus:
-        agreement = pair.agreement.value if pair.agreement else None
-        numbers = {"agreement": agreement, "gained": pair.gained, "lost": pair.lost, "mcnemar_p": pair.p_value}
-        flat |= {f"{key}_{role}": value for role in pair.role.split(" and ") for key, value in numbers.items()}
-    return {name: float(value) for name, value in flat.items() if value is not None}
 
 
 @contextmanager

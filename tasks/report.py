@@ -16,6 +16,7 @@ from tasks import (
     layout,
     plaster,
     plaster_page,
+    plaster_plot,
     report_proof,
     results,
     roofline_table,
@@ -149,7 +150,7 @@ def page(
         rows=[row(v) for v in variants],
         batches=batches(summary),
         plot=pareto(summary),
-        plaster=plaster_page.section({**summary, "variants": variants}),
+        plaster=plaster_plot.section({**summary, "variants": variants}),
         metered=metered(summary),
         unmetered=unmetered(summary),
         colors=COLORS,
@@ -183,11 +184,18 @@ def row(variant: dict[str, Any]) -> dict[str, str]:
         **{f"speedup_{batch}": _times(value) for batch, value in variant["speedup_at"].items()},
         "latency": f"{latency['p50']:.3f} ms" if latency and latency["p50"] else "–",
         "memory": plaster_page.bytes_text(variant.get("memory_bytes")),
-        "energy": shown("energy_mj", Interval(**energy)) if (energy := variant.get("energy_mj")) else "–",
+        "energy": _energy(variant),
         "size": f"{variant['size_bytes']['engine'] / 1024:,.0f} KiB" if variant["size_bytes"] else "–",
         "verdict": variant["verdict"],
         "reason": "; ".join(variant["reasons"]),
     }
+
+
+def _energy(variant: dict[str, Any]) -> str:
+    """Energy with its interval, and a word if a disturbed window had to be used; a dash without."""
+    if not (energy := variant.get("energy_mj")):
+        return "–"
+    return shown("energy_mj", Interval(**energy)) + (" (disturbed)" if variant.get("energy_disturbed") else "")
 
 
 def metered(summary: dict[str, Any]) -> bool:

@@ -53,12 +53,12 @@ APART = dict.fromkeys(("train", "prune", "sparsify", "factorize", "share", "dist
     "benchmark": {"workloads/protocol"},
     "quantize": {"fit", "manifest", "engines/protocol"},
     "compare": {"workloads/protocol", "record", "curves"},
-    "record": {"stats", "timing", "sequential", "engines/protocol", "manifest", "data", "workloads/protocol"},
+    "record": {"timing", "sequential", "engines/protocol", "manifest", "data", "workloads/protocol"},
     "promote": {"workloads/protocol", "record", "curves"},
     "peaks": {"engines/torch_weights", "exported", "onnx_file"},
     "report": {
         *("compare", "record", "measure", "timing", "sequential", "disturbance", "engines/protocol"),
-        *("stats", "manifest", "data", "workloads/protocol", "meters", "gpu_state", "cpu_state"),
+        *("manifest", "data", "workloads/protocol", "meters", "gpu_state", "cpu_state"),
         *("checkpoint", "fit", "device", "structure", "training", "batches", "recurrent_op", "products", *QUANTISERS),
         *("exported", "onnx_file", "engines/ort_start", "engines/torch_forms", "engines/torch_weights"),
     },
@@ -121,6 +121,13 @@ def test_what_the_backends_share_is_a_dependency_of_every_engine(step: str) -> N
 @pytest.mark.parametrize("step", STEPS)
 def test_dependencies_exist(step: str) -> None:
     assert all((ROOT / path).is_file() for path in named(step))
+
+
+@pytest.mark.parametrize("step", ["compare", "record", "report"])
+def test_what_reads_each_steps_report_depends_on_all_of_them(step: str) -> None:
+    """Seconds and predictions may change while the comparison stays the same."""
+    text = re.search(rf"^  {step}:\n(?:    .*\n)+", (ROOT / "dvc.yaml").read_text(), re.M)
+    assert text and re.search(r"deps: \[[^]]*\bresults,", text[0])
 
 
 def test_every_step_was_looked_at() -> None:

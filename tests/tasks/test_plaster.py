@@ -173,7 +173,11 @@ def test_trainings_of_an_earlier_version_make_a_lower_bound(tree: Tree) -> None:
 def test_metrics_are_the_letters_numbers(tree: Tree) -> None:
     card = scorecard(tree, replace(by_name(tree)["base-ort"], cost=Cost(energy_mj=Interval(4.0, 2.0, 5.0))))
     found = metrics(card)
-    assert found["plaster.energy_inferences_per_joule"] == 250.0
+    assert [found[f"plaster.energy_inferences_per_joule{end}"] for end in ("", "_low", "_high")] == [
+        250.0,
+        200.0,
+        500.0,
+    ]
     assert found["plaster.throughput_per_s_batch_1"] == card.throughput["1"]
     assert "plaster.size_memory_bytes" not in found, "not measured, so not logged"
     bare = metrics(scorecard(tree, Variant("base-ort", (), "onnxruntime")))

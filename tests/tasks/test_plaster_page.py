@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tasks.plaster_page import AXES, Scale, axes, bytes_text, cells, duration, figure, notes, parallel, rate
+from tasks.plaster_page import BY_DEVICE, bytes_text, cells, duration, notes, rate
+from tasks.plaster_plot import AXES, Scale, axes, figure, parallel
 from tasks.report_plot import COLORS
 from tasks.table import show_plaster
 
@@ -71,8 +72,27 @@ def test_notes_tell_why_letters_are_missing_each_once_and_of_what_ran_only() -> 
     told = notes(summary(variant("a", rate_of_learning=part), variant("b", rate_of_learning=none)))
     assert told[1:] == [
         "No rate of learning: no time is recorded of build@b.",
-        "≥: of some steps only the training's own time is recorded.",
+        "≥: of some steps only a part is recorded; such a sum isn't drawn.",
     ]
+
+
+def test_times_of_the_gpus_clock_are_said_to_be_its_own() -> None:
+    card = variant("v")["plaster"]
+    timed = {**variant("v"), "clock": "device", "latency_ms": {"p50": None}, "plaster": card}
+    card["latency"]["p50_ms"] = None
+    assert notes(summary(timed))[0] == BY_DEVICE
+    assert "Latency<br>p50" not in [axis.heading for axis, _ in axes([card])], "the note says why"
+    assert BY_DEVICE not in notes(summary({**timed, "clock": "host"}, {**timed, "latency_ms": None}))
+
+
+def test_a_lower_bound_is_not_drawn() -> None:
+    """It would stand higher, which is better, than what is known in full."""
+    part = {"seconds": 1.0, "at_least": True, "reason": None, "by_stage": {}}
+    lines = {
+        line.hovertemplate: line for line in figure(summary(variant("a", rate_of_learning=part), variant("b"))).data
+    }
+    assert [line.y[-1] for name, line in lines.items() if "<b>a</b>" in name] == [None]
+    assert [line.y[-1] for name, line in lines.items() if "<b>b</b>" in name] == [0.5]
 
 
 @pytest.mark.parametrize(
@@ -170,5 +190,5 @@ def test_with_a_meter_energy_has_a_column_and_an_axis() -> None:
     metered = {"inferences_per_joule": {"value": 250.0, "low": 200.0, "high": 500.0}, "reason": None}
     stream, told = io.StringIO(), summary(variant("best", energy_efficiency=metered), variant("other"))
     show_plaster(told, Console(file=stream, width=220))
-    assert "efficiency" in stream.getvalue().splitlines()[3] and "250/J" in stream.getvalue()
+    assert "efficiency" in stream.getvalue().splitlines()[3] and "250/J [200, 500]" in stream.getvalue()
     assert list(figure(told).layout.xaxis.ticktext) == [axis.heading for axis in AXES]

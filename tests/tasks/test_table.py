@@ -166,7 +166,10 @@ def test_energy_and_memory_have_columns_where_they_are_known(summary: dict[str, 
     text = printed(summary)
     best = next(line for line in text.splitlines() if "best" in line)
     assert "2 mJ [1.9 mJ, 2.1 mJ]" in best and "3.0 MiB" in best
-    assert "no energy" not in text
+    assert "no energy" not in text and "disturbed" not in text
+    summary["variants"][1]["energy_disturbed"] = "power limit"
+    assert "2 mJ [1.9 mJ, 2.1 mJ] (disturbed)" in printed(summary)
+    summary["variants"][1]["energy_disturbed"] = None
     rows = [line for line in markdown(summary).splitlines() if line.startswith("| ")]
     assert "| memory | energy |" in rows[0] and "| 3.0 MiB | 2 mJ [1.9 mJ, 2.1 mJ] |" in rows[1]
     assert len({row.count("|") for row in rows}) == 1

@@ -14,7 +14,8 @@ import pytest
 from tasks import layout
 from tasks.data import read, write
 from tasks.files import read_json
-from tasks.record import flat_metrics, git_commit, in_store
+from tasks.record import git_commit, in_store
+from tasks.record_numbers import flat_metrics
 from tasks.results import restore
 
 ENGINES = ["wide-eager", "wide-ort", "thin-ort"]
@@ -86,6 +87,7 @@ def test_a_run_holds_lineage_numbers_tags_and_files(place: Any) -> None:
     against = {pair["role"]: pair for pair in read_json(path)["versus"]}["baseline"]
     assert metrics["mcnemar_p_baseline"] == against["p_value"] and metrics["lost_baseline"] == against["lost"]
     assert metrics["agreement_baseline"] == against["agreement"]["value"]
+    assert metrics["agreement_baseline_low"] == against["agreement"]["low"]
     assert metrics["plaster.latency_p50_ms"] == variant["latency_ms"]["p50"]
     assert (metrics["plaster.programmability_steps"], metrics["plaster.programmability_backends"]) == (3, 3)
     assert {"accuracy_low", "accuracy_change_high", "throughput_per_s"} <= set(metrics)
@@ -149,6 +151,36 @@ def test_only_the_changed_variant_is_logged_again(place: Any) -> None:
     third = place.record()
     assert (third.logged, third.parent_run_id, third.runs) == (0, second.parent_run_id, second.runs)
     assert len(place.runs()) == 6
+
+
+def test_what_a_run_holds_of_other_artifacts_records_is_logged_anew_when_it_changes(place: Any) -> None:
+    """A step's seconds are in no engine's record, nor are the predictions that it is held against."""
+    first, train = place.record(), layout.report("train", "thin")
+    place.change(train, wall_s=read_json(train)["wall_s"] + 100)
+    second = place.record()
+    assert {n for n in ENGINES if second.runs[n] != first.runs[n]} == {"thin-ort"}
+    seconds = [
+        place.store.get_run(r.runs["thin-ort"]).data.metrics["plaster.rate_of_learning_s"] for r in (first, second)
+    ]
+    assert seconds[1] == pytest.approx(seconds[0] + 100)
+    stored = read(layout.scores("wide-eager"))
+    write(layout.scores("wide-eager"), {**stored, "predictions": stored["predictions"] + 90})
+    third = place.record()
+    assert {n for n in ENGINES if third.runs[n] != second.runs[n]} == {"wide-ort", "thin-ort"}
+    metrics = place.store.get_run(third.runs["wide-ort"]).data.metrics
+    assert metrics["agreement_baseline"] == metrics["agreement_baseline_low"] == 0 < metrics["agreement_baseline_high"]
+    assert place.record().logged == 0
+
+
+def test_an_energy_of_a_disturbed_window_is_told(place: Any) -> None:
+    raw = read_json(layout.COMPARISON)
+    interval = {"value": 3.0, "low": 2.9, "high": 3.1}
+    raw["variants"][1]["cost"] |= {"energy_mj": interval, "energy_reason": None, "energy_disturbed": "power limit"}
+    raw["variants"][2]["cost"] |= {"energy_mj": interval, "energy_reason": None, "energy_disturbed": None}
+    place.change(layout.COMPARISON, **raw)
+    runs = place.record().runs
+    told = [place.store.get_run(runs[v["name"]]).data.tags["energy"] for v in raw["variants"][1:]]
+    assert told == ["measured in a disturbed window: power limit", "measured"]
 
 
 def test_a_failed_variant_is_a_failed_run_with_the_reason(place: Any) -> None:
