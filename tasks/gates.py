@@ -74,11 +74,13 @@ def _why(name: str, variant: Variant) -> str:
     """Why a metric has no number, as far as it is known."""
     if name == "energy_mj" and variant.cost.energy_reason:
         return f": {variant.cost.energy_reason}"
-    if name != "latency_ms_p99" or not variant.latency_ms:
+    percent = {"latency_ms": 50, "latency_ms_p99": 99}.get(name)
+    if percent is None or not variant.latency_ms:
         return ""
     if variant.clock == "device":
         return ": with clock: device a time is the mean of several calls, which has no percentiles of single ones"
-    return f": it takes {needed(99)} calls, {variant.latency_ms['n']} were timed; raise benchmark.rounds or window_ms"
+    calls = variant.latency_ms["n"]
+    return f": it takes {needed(percent)} calls, {calls} were timed; raise benchmark.rounds or window_ms"
 
 
 def _as_asked(variant: Variant) -> list[str]:
@@ -91,7 +93,7 @@ def _as_asked(variant: Variant) -> list[str]:
 
 
 def shown(name: str, value: Interval | float) -> str:
-    """A metric as people read it: percent, points, times, milliseconds, millijoules, seconds or bytes."""
+    """A metric as people read it: percent, points, times, milliseconds, millijoules, seconds, samples/s or bytes."""
     if isinstance(value, Interval):
         middle = shown(name, value.value)
         return middle if value.low == value.high else f"{middle} [{shown(name, value.low)}, {shown(name, value.high)}]"
@@ -103,5 +105,6 @@ def shown(name: str, value: Interval | float) -> str:
         "latency_ms_p99": f"{value:.3f} ms",
         "energy_mj": f"{value:.3g} mJ",
         "first_inference_s": f"{value:.3g} s",
+        "throughput_per_s": f"{value:,.0f}" if value >= 1000 else f"{value:.4g}",
     }
     return forms.get(name, f"{value:,.0f}")

@@ -120,8 +120,14 @@ def test_memory_is_that_of_the_device_that_the_engine_runs_on() -> None:
             "latency_ms_p99 has no finite number: with clock: device a time is the mean of several calls, which has "
             "no percentiles of single ones",
         ),
+        (
+            {"clock": "device", "latency_ms": {"p50": None, "p90": None, "p99": None, "n": 30, "batch": 1}},
+            {"latency_ms": Bound(max=9)},
+            "latency_ms has no finite number: with clock: device a time is the mean of several calls, which has "
+            "no percentiles of single ones",
+        ),
     ],
-    ids=["no meter", "no memory", "no start", "no throughput", "too few calls", "means of calls"],
+    ids=["no meter", "no memory", "no start", "no throughput", "too few calls", "means of calls", "mean for p50"],
 )
 def test_a_number_that_is_missing_fails_its_gate_with_the_reason(
     change: dict[str, Any], gate: dict[str, Bound], reason: str
@@ -225,6 +231,8 @@ def test_a_variant_without_measurements_has_no_metric() -> None:
         ("latency_ms_p99", 1.5, "1.500 ms"),
         ("energy_mj", 0.012345, "0.0123 mJ"),
         ("first_inference_s", 1.2345, "1.23 s"),
+        ("throughput_per_s", 12345.6, "12,346"),
+        ("throughput_per_s", 0.4321, "0.4321"),
         ("speedup", Interval(1.5, 1.4, 1.6), "1.50× [1.40×, 1.60×]"),
         ("latency_ms", Interval(2.0, 2.0, 2.0), "2.000 ms"),
     ],
