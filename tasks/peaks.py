@@ -116,12 +116,13 @@ def probe(threads: Iterable[int], force: bool = False, here: Target | None = Non
     missing = [(device, n) for device, n in (*asked, *gpu) if kept.find(device, n) is None]
     if not missing:
         return kept
+    others = tuple(one for one in kept.failed if (one.device, one.threads) not in missing)
     # What a crash of the probe would leave.
-    _write(here, Probed(kept.peaks, tuple(Failed(device, n, "its probe didn't end") for device, n in missing)))
+    _write(here, Probed(kept.peaks, (*others, *(Failed(device, n, "its probe didn't end") for device, n in missing))))
     share = {"cpu": BUDGET_S / max(1, len(asked)), "cuda": BUDGET_S}
     found = [_probed(device, n, share[device]) for device, n in missing]
     new = tuple(one for one in found if isinstance(one, Peaks))
-    probed = Probed((*kept.peaks, *new), tuple(one for one in found if isinstance(one, Failed)))
+    probed = Probed((*kept.peaks, *new), (*others, *(one for one in found if isinstance(one, Failed))))
     _write(here, probed)
     return probed
 

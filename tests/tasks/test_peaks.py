@@ -151,6 +151,19 @@ def test_a_device_that_cannot_be_probed_is_kept_with_the_reason_and_tried_again(
     assert peaks.probe([1, 2], here=here) == Probed((made(1), made(2)))
 
 
+def test_the_reason_of_a_failed_probe_stays_until_it_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, here: Target
+) -> None:
+    def broken(threads: int, budget_s: float) -> Peaks:
+        if threads == 2:
+            raise MemoryError("no room")
+        return made(threads)
+
+    monkeypatch.setattr(peaks, "on_cpu", broken)
+    peaks.probe([2], here=here)
+    assert peaks.probe([1], here=here) == Probed((made(1),), (Failed("cpu", 2, "no room"),)) == peaks.known(here)
+
+
 def test_a_probe_that_crashes_leaves_a_file_that_says_so(monkeypatch: pytest.MonkeyPatch, here: Target) -> None:
     """The report depends on the file, and is made whatever happened to the probe."""
 
