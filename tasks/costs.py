@@ -19,7 +19,8 @@ class Cost:
     None where nothing was measured; `energy_reason` says why there is no energy. `energy_mj` is all that the metered
     device took, `energy_net_mj` what it took above idle; `energy_disturbed` says that a disturbed window had to be
     used. `host_peak_bytes` and `device_peak_bytes` are the growth of the process's memory, and of the GPU's, from
-    before the engine was opened to the peak of its first inferences; the latter is None on a CPU.
+    before the engine was opened to the peak of its first inferences; the latter is None on a CPU, and `on_gpu`, where
+    NVML doesn't tell it.
     """
 
     energy_mj: Interval | None = None
@@ -31,14 +32,16 @@ class Cost:
     host_peak_bytes: int | None = None
     device_peak_bytes: int | None = None
     activation_bytes: int | None = None
+    on_gpu: bool = False
 
     @property
     def memory_bytes(self) -> int | None:
         """The peak in the memory of the device that the engine runs on."""
-        return self.host_peak_bytes if self.device_peak_bytes is None else self.device_peak_bytes
+        on_device = self.on_gpu or self.device_peak_bytes is not None
+        return self.device_peak_bytes if on_device else self.host_peak_bytes
 
 
-def of_record(timed: Mapping[str, Any]) -> Cost:
+def of_record(timed: Mapping[str, Any], on_gpu: bool = False) -> Cost:
     """The costs in a benchmark's record, with an energy or a reason. Raises ValueError if a number isn't finite."""
     start, energy = timed.get("footprint") or {}, timed.get("energy")
     keys = ("load_s", "first_inference_s", "host_peak_bytes", "device_peak_bytes", "activation_bytes")
@@ -46,9 +49,9 @@ def of_record(timed: Mapping[str, Any]) -> Cost:
     if unfit := [key for key, value in numbers.items() if value is not None and not math.isfinite(value)]:
         raise ValueError(f"{', '.join(unfit)} not finite")
     if energy is None:
-        return Cost(energy_reason=timed.get("not_run") or OLDER, **numbers)
+        return Cost(energy_reason=timed.get("not_run") or OLDER, on_gpu=on_gpu, **numbers)
     raw, net = (_interval(energy, f"{kind}_mj_per_inference") for kind in ("raw", "net"))
-    return Cost(raw, net, energy["reason"], energy.get("disturbed"), **numbers)
+    return Cost(raw, net, energy["reason"], energy.get("disturbed"), on_gpu=on_gpu, **numbers)
 
 
 def restored(raw: Mapping[str, Any]) -> Cost:
@@ -57,8 +60,9 @@ def restored(raw: Mapping[str, Any]) -> Cost:
 
 
 def plain(cost: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON form of a cost with `memory_bytes` added, as the summary has it."""
-    return {**cost, "memory_bytes": restored(cost).memory_bytes}
+    """The JSON form of a cost as the summary has it: `memory_bytes` is in it, in place of `on_gpu`."""
+    kept = {key: value for key, value in cost.items() if key != "on_gpu"}
+    return {**kept, "memory_bytes": restored(cost).memory_bytes}
 
 
 def _interval(raw: Mapping[str, Any], key: str) -> Interval | None:

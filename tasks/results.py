@@ -158,7 +158,7 @@ def _measured(tree: Tree, variant: Variant) -> Variant:
         variant,
         evidence=evidence,
         size_bytes=_sizes(tree, variant.lineage, described),
-        cost=costs.of_record(timed),
+        cost=costs.of_record(timed, described.device == "cuda"),
         engine_sha256=described.engine_sha256,
         test_sha256=evaluated["test_sha256"],
     )

@@ -78,6 +78,16 @@ def test_memory_is_the_devices_where_there_is_one(device: int | None, memory: in
     assert costs.plain(asdict(found))["memory_bytes"] == memory
 
 
+@pytest.mark.parametrize(("device", "memory"), [(None, None), (900, 900)])
+def test_the_hosts_memory_does_not_stand_in_for_a_gpus(device: int | None, memory: int | None) -> None:
+    """A GPU without NVML, such as a Jetson's, tells none."""
+    found = costs.of_record(record(footprint={**asdict(START), "device_peak_bytes": device}), on_gpu=True)
+    assert (found.memory_bytes, found.host_peak_bytes) == (memory, 300)
+    told = costs.plain(asdict(found))
+    assert told["memory_bytes"] == memory and "on_gpu" not in told
+    assert costs.restored(asdict(found)) == found
+
+
 def test_a_cost_survives_json() -> None:
     found = costs.of_record(record())
     assert costs.restored(asdict(found)) == found

@@ -59,6 +59,7 @@ def test_a_variant_tells_how_its_engine_runs(tree: Tree) -> None:
     assert (evidence.device, evidence.nodes, evidence.kernels) == ("cpu", built["nodes"], built["kernels"])
     not_run = by_name(tree)["base-rtx"].evidence
     assert not_run is not None and (not_run.device, not_run.parity) == ("cuda", ())
+    assert by_name(tree)["base-rtx"].cost.on_gpu and not by_name(tree)["base-int8-ort"].cost.on_gpu
 
 
 def test_what_is_not_as_asked_or_slow_is_a_reason_and_fails_nothing(tree: Tree) -> None:
