@@ -9,7 +9,7 @@ from typing import Any
 
 from tasks.accuracy_paired import Paired, paired
 from tasks.accuracy_records import Scored, classes, enough, scored
-from tasks.errors import Fault, Unavailable
+from tasks.errors import Fault, Unavailable, in_words
 from tasks.params import Tree
 from tasks.stats import Interval, mean_score
 
@@ -92,7 +92,7 @@ def of_engine(tree: Tree, name: str, versus: str | None = None, lookup: Callable
         except (Fault, Unavailable) as error:
             if versus:
                 raise
-            notes.append(f"not compared with the {role} {other}: {_line(error)}")
+            notes.append(f"not compared with the {role} {other}: {in_words(error)}")
     confidence = tree.params.evaluate.confidence
     mean = mean_score(own.scores, confidence)
     return Accuracy(name, before, len(own.scores), mean, by_class(own, confidence), tuple(pairs), tuple(notes))
@@ -102,10 +102,13 @@ def of_tree(tree: Tree, names: Iterable[str]) -> list[Accuracy]:
     """`of_engine` of each of the named engines, the baseline first; one that can't be read comes with its reason."""
     lookup, found = cache(scored), []
     for name in sorted(names, key=lambda n: n != tree.params.baseline):
+        if name not in tree.engines:
+            found.append(Accuracy(name, None, reason="params.yaml has no such engine any more"))
+            continue
         try:
             found.append(of_engine(tree, name, lookup=lookup))
         except (Fault, Unavailable, ValueError, KeyError, TypeError) as error:
-            found.append(Accuracy(name, parent(tree, name), reason=_line(error)))
+            found.append(Accuracy(name, parent(tree, name), reason=in_words(error)))
     return found
 
 
@@ -119,8 +122,3 @@ def document(tree: Tree, found: Iterable[Accuracy]) -> dict[str, Any]:
         "margin": tree.params.gates.accuracy_change.min,
         "variants": [asdict(one) for one in found],
     }
-
-
-def _line(error: Exception) -> str:
-    text = error.line if isinstance(error, Fault) else str(error)
-    return " ".join(text.split()) if isinstance(error, Fault | Unavailable) else f"{type(error).__name__}: {text}"

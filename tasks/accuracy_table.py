@@ -24,7 +24,10 @@ def headings(found: Accuracy) -> tuple[str, ...]:
 
 
 def rows(found: Accuracy, most: int | None = None) -> list[tuple[str, ...]]:
-    """A row under `headings` for each class, by label; with `most`, of those only that lost most, or are the worst."""
+    """A row under `headings` for each class, by label; with `most`, of so many only.
+
+    They are those that lost most by the first comparison; without one, those with the lowest accuracy.
+    """
     changes = [{one.label: one.change for one in pair.classes} for pair in found.versus]
 
     def rank(label: int, accuracy: Interval | None) -> float:

@@ -21,3 +21,9 @@ class Fault(Exception):
 
 class Unavailable(Exception):
     """A backend that can't run on this machine; the message is one line and says why."""
+
+
+def in_words(error: Exception) -> str:
+    """An error in one line, for tables and reports; of one that no person can act on, its kind comes first."""
+    words = " ".join((error.line if isinstance(error, Fault) else str(error)).split())
+    return words if isinstance(error, Fault | Unavailable) else f"{type(error).__name__}: {words[:300]}"

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tasks import datasheets
-from tasks.errors import Fault, Unavailable
+from tasks.errors import in_words
 from tasks.params import Tree
 from tasks.peaks import Probed, Rate
 from tasks.roofline import LayerBound, Predicted, Roofline, of_engine
@@ -93,15 +93,8 @@ def of_tree(tree: Tree, names: Iterable[str]) -> list[dict[str, Any]]:
             one = of_engine(tree, name)
             found += section([one]) if one else []
         except Exception as error:  # Whatever is wrong with one engine's files: the report shows the others.
-            found.append({"name": name, "reason": _reason(error)})
+            found.append({"name": name, "reason": in_words(error)})
     return found
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, Fault):
-        return error.line
-    words = " ".join(str(error).split())[:300]
-    return words if isinstance(error, Unavailable) else f"{type(error).__name__}: {words}"
 
 
 def section(rooflines: Iterable[Roofline]) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -238,6 +239,14 @@ def test_every_engine_of_the_tree_with_the_baseline_first(tree: Tree, tmp_path: 
     raw = read_json(tmp_path / "accuracy.json")
     assert (raw["schema"], raw["margin"], raw["baseline"]) == (1, -0.2, "base-eager")
     assert raw["variants"][1]["versus"][0]["change"]["value"] == found[1].versus[0].change.value
+
+
+def test_an_engine_that_the_tree_has_no_more_comes_with_a_reason(tree: Tree) -> None:
+    """As when a comparison of earlier settings is reported."""
+    shutil.copy(layout.scores("base-ort"), layout.scores("gone"))
+    found = of_tree(tree, ["gone", "base-eager"])
+    assert [(a.name, a.parent) for a in found] == [("base-eager", None), ("gone", None)]
+    assert found[1].reason == "params.yaml has no such engine any more"
 
 
 def older(name: str) -> None:
