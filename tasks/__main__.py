@@ -20,7 +20,7 @@ import typer
 
 from tasks import accuracy_commands, commands, layout, machine, params, roofline_commands, signing, target
 from tasks.errors import Fault, Unavailable
-from tasks.files import read_json, write_json
+from tasks.files import write_json
 from tasks.settings import MODEL_STEPS, SECTIONS
 
 MEASURING = ("benchmark", "compare", "promote")
@@ -192,14 +192,11 @@ def show(markdown: Annotated[bool, typer.Option(help="As a page of Markdown.")] 
 
     from tasks import table
 
-    if not layout.SUMMARY.is_file():
-        raise Fault(
-            "no summary yet", got=f"no {layout.SUMMARY}", expected="a finished run", do="run `make run` or `dvc repro`"
-        )
+    summary = commands.summary()
     if markdown:
-        print(table.markdown(read_json(layout.SUMMARY)), end="")
+        print(table.markdown(summary), end="")
         return
-    table.show(read_json(layout.SUMMARY), Console(width=None if sys.stdout.isatty() else 160))
+    table.show(summary, Console(width=None if sys.stdout.isatty() else 160))
 
 
 @app.command("account")

@@ -91,19 +91,24 @@ def plaster() -> None:
     """Print the PLASTER scorecard of the last run: one row a variant, one column a letter."""
     from tasks import table
 
-    if not layout.SUMMARY.is_file():
-        raise Fault(
-            "no summary yet", got=f"no {layout.SUMMARY}", expected="a finished run", do="run `make run` or `dvc repro`"
-        )
-    summary = read_json(layout.SUMMARY)
-    if not any(variant.get("plaster") for variant in summary["variants"]):
+    told = summary()
+    if not any(variant.get("plaster") for variant in told["variants"]):
         raise Fault(
             "the summary has no scorecards",
             got="one of an earlier version",
             expected="the key plaster",
             do="run `make run` or `dvc repro`",
         )
-    table.show_plaster(summary, _console())
+    table.show_plaster(told, _console())
+
+
+def summary() -> Any:
+    """The summary of the last run; Fault if there is none."""
+    if not layout.SUMMARY.is_file():
+        raise Fault(
+            "no summary yet", got=f"no {layout.SUMMARY}", expected="a finished run", do="run `make run` or `dvc repro`"
+        )
+    return read_json(layout.SUMMARY)
 
 
 def _numbers(option: str, text: str) -> list[int]:
