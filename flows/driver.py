@@ -64,6 +64,8 @@ class Driver:
         except Exception as error:
             words = error.line if isinstance(error, Fault) else f"{type(error).__name__}: {error}"
             return self._finish(Ended(name, "failed", " ".join(words.split())))
+        finally:
+            self._machine.came(name)
 
     def _stage(self, stage: Stage) -> Ended:
         name = stage.name
@@ -92,9 +94,10 @@ class Driver:
         return touched and self.dag.changed(stage.name)
 
     def _run(self, stage: Stage) -> tuple[Ended, float]:
-        with self._machine.hold(stage.alone, threads(stage.name, self._tree), self._urgency[stage.name]):
+        with self._machine.hold(stage.alone, threads(stage.name, self._tree), self._urgency[stage.name], stage.name):
             began = self.dag.begin(stage.name)
             outcome = self.children.run(stage.name, stage.command, layout.LOGS / log_name(stage.name), stage.timeout_s)
+            self._machine.expect({later: self._urgency[later] for later in self._next(stage.name)})
         reason = outcome.reason
         if reason is None:
             try:
@@ -104,6 +107,12 @@ class Driver:
                 reason = fault.line
         self._spoil(stage.name, reason)
         return Ended(stage.name, "failed", reason), outcome.seconds
+
+    def _next(self, name: str) -> list[str]:
+        """Stages for slots that can start once `name` has ended: a free slot is theirs if they are more urgent."""
+        later = [s for s in self.dag.stages.values() if name in s.needs and not s.alone]
+        with self._lock:
+            return [s.name for s in later if all(n == name or n in self.ended for n in s.needs)]
 
     def _spoil(self, name: str, reason: str) -> None:
         """Note why a stage failed, and remove what it and those after it left from earlier runs."""

@@ -131,3 +131,39 @@ def test_the_most_urgent_goes_first_and_is_not_overtaken(tmp_path: Path) -> None
         assert not thread.is_alive()
     assert order[:2] == ["long", "wide"]
     assert sorted(order[2:]) == ["later", "short"]
+
+
+def test_a_free_slot_waits_for_a_more_urgent_stage_that_is_about_to_come(tmp_path: Path) -> None:
+    machine, order = Machine(1, tmp_path / "lock"), []
+
+    def work(name: str, urgency: float) -> None:
+        with machine.hold(False, 1, urgency, name):
+            order.append(name)
+
+    with machine.hold(False, 1, 9.0, "parent"):
+        others = [threading.Thread(target=work, args=(n, u)) for n, u in (("idle", 1.0), ("urgent", 5.0), ("top", 9.0))]
+        for thread in others[:1] + others[2:]:
+            thread.start()
+        time.sleep(0.05)
+        machine.expect({"urgent": 5.0, "nothing to do": 3.0})
+    others[2].join(20)
+    time.sleep(0.2)
+    assert order == ["top"], "the less urgent stage waits for the one that is expected"
+    others[1].start()
+    others[1].join(20)
+    time.sleep(0.2)
+    assert order == ["top", "urgent"], "and for the other one"
+    machine.came("nothing to do")
+    others[0].join(20)
+    assert order == ["top", "urgent", "idle"]
+
+
+def test_a_stage_that_never_comes_is_waited_for_no_longer_than_agreed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flows.machine.PATIENCE_S", 0.5)
+    machine = Machine(1, tmp_path / "lock")
+    machine.expect({"lost": 5.0})
+    began = time.monotonic()
+    with machine.hold(False, 1, 1.0, "idle"):
+        assert time.monotonic() - began >= 0.4
