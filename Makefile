@@ -65,7 +65,8 @@ $(VENV)/.run: pyproject.toml constraints.txt infra/models.txt infra/datasets.txt
 	@echo "setting up $(VENV): about 2.5 GB, some minutes the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --no-compile --progress-bar on --constraint constraints.txt --editable .
-	$(BIN)/pip install --quiet --no-deps --require-hashes --requirement infra/models.txt
+	$(BIN)/pip install --quiet --no-compile --no-deps --require-hashes --requirement infra/models.txt
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true  # On all cores; some files are templates.
 	$(BIN)/pip download --quiet --no-deps --require-hashes --no-binary vaderSentiment --dest $(VENV)/share/enginesmith \
 		--requirement infra/datasets.txt
 	@$(BIN)/python -m tasks target
@@ -73,4 +74,5 @@ $(VENV)/.run: pyproject.toml constraints.txt infra/models.txt infra/datasets.txt
 
 $(VENV)/.test: $(VENV)/.run
 	$(BIN)/pip install --quiet --no-compile --progress-bar on --constraint constraints.txt --editable '.[test]'
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
 	@touch $@
