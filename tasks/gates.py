@@ -77,8 +77,8 @@ def _why(name: str, variant: Variant) -> str:
     percent = {"latency_ms": 50, "latency_ms_p99": 99}.get(name)
     if percent is None or not variant.latency_ms:
         return ""
-    if variant.clock == "device":
-        return ": with clock: device a time is the mean of several calls, which has no percentiles of single ones"
+    if variant.clock == "device" and percent > 50:
+        return ": with clock: device a time is the mean of several calls, which has no p99 of single ones"
     calls = variant.latency_ms["n"]
     return f": it takes {needed(percent)} calls, {calls} were timed; raise benchmark.rounds or window_ms"
 

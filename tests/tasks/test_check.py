@@ -141,7 +141,7 @@ def test_the_tiny_params_have_no_fault(found: Any) -> None:
         ),
         (
             {"baseline": "base-rtx"},
-            ["baseline: got 'base-rtx' of backend tensorrt_rtx", "can be timed", "base-eager, base-ort"],
+            ["baseline: got 'base-rtx' of backend tensorrt_rtx", "runs where it is built", "base-eager, base-ort"],
         ),
         ({"workload": "nowhere.py"}, ["workload:", "nowhere.py"]),
         ({"workload": "pyproject.toml"}, ["workload:", "pyproject.toml", "ends in .py"]),
