@@ -81,13 +81,17 @@ def evaluate(source: Path, workload: Path, data: Path, target: Path, params: Eva
 def run(session: Session, task: Workload, samples: Arrays, batch: int) -> Arrays:
     """Outputs [n, …] over all samples, a last partial batch included; Fault if any isn't finite.
 
-    Batches are of neighbours, cut to the longest of them along a dynamic axis.
+    Along a dynamic axis, batches are of samples of similar length, cut to the longest of them; outputs come in
+    the samples' order.
     """
     n, parts, used = len(samples["label"]), [], lengths(task, samples)
+    order = np.arange(n) if used is None else np.argsort(used, kind="stable")
     for start in range(0, n, batch):
-        part = {name: samples[name][start : start + batch] for name in task.INPUTS}
-        parts.append(session.run(part if used is None else cut(task, part, int(used[start : start + batch].max()))))
-    outputs = {name: np.concatenate([part[name] for part in parts]) for name in task.OUTPUTS}
+        rows = order[start : start + batch]
+        part = {name: samples[name][rows] for name in task.INPUTS}
+        parts.append(session.run(part if used is None else cut(task, part, int(used[rows].max()))))
+    back = np.argsort(order)
+    outputs = {name: np.concatenate([part[name] for part in parts])[back] for name in task.OUTPUTS}
     for name, values in outputs.items():
         bad = ~np.isfinite(values.reshape(n, -1)).all(axis=1)
         if bad.any():

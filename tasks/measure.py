@@ -113,12 +113,15 @@ class Measurement:
         self.rounds.append(found)
 
     def done(self) -> bool:
-        """Whether to stop: the answer is clear and narrow, or the rounds or the time are used up."""
+        """Whether to stop: the answer is clear and narrow, or the rounds are used up, or the time and there are enough.
+
+        Fewer rounds than the family's confidence needs would tell nothing, however long they took.
+        """
         params, n, late = self.params, len(self._clean()), self._late()
         horizon = max(params.rounds, params.max_rounds)
         if n >= horizon or len(self.rounds) >= 2 * horizon:
             return True
-        if late and (n >= params.rounds or len(self.rounds) >= 2 * params.rounds):
+        if late and ((n >= params.rounds and self._enough(n)) or len(self.rounds) >= 2 * params.rounds):
             return True
         if n >= params.rounds and (n - params.rounds) % sequential.LOOK_EVERY == 0 and n not in self.looks:
             self.looks.append(n)
@@ -131,6 +134,12 @@ class Measurement:
         if len(kept) < 2:
             raise Fault("nothing was timed", got=f"{len(kept)} rounds", expected="at least 2", do="give it more time")
         return {name: self._timing(name, kept) for name in self.sessions}
+
+    def _enough(self, n: int) -> bool:
+        """Whether `n` rounds can give an interval of the confidence that they need."""
+        horizon = max(self.params.rounds, self.params.max_rounds)
+        looks = [*(look for look in self.looks if look < n), n]
+        return not sequential.too_few(n, sequential.confidence_at(looks, horizon, self.params.confidence, self.family))
 
     def _late(self) -> bool:
         return time.perf_counter() - self._began > self.params.budget_s * max(1, len(self.sessions) - 1)

@@ -135,6 +135,14 @@ def test_the_time_budget_ends_rounds_after_the_fewest(params: Any) -> None:
     assert timings["a"].horizon == 400
 
 
+def test_the_time_budget_leaves_the_rounds_that_the_family_needs(params: Any) -> None:
+    sessions = {"a": Sleeper(2e-4), "b": Sleeper(6e-4)}
+    settings = params(rounds=8, max_rounds=20, max_width=1e-6, window_ms=1, budget_s=0.001)
+    timing = measure.interleave(sessions, INPUTS, settings, family=12)["a"]
+    assert not sequential.too_few(len(timing.medians), measure.confidence_of(timing, settings.confidence, 12))
+    assert len(timing.medians) < 20
+
+
 def test_finalists_are_told_apart_from_the_fastest_and_not_from_the_first(params: Any) -> None:
     sessions = {"slow": Device(noisy(9.0, 0)), "b": Device(noisy(1.0, 1)), "c": Device(noisy(1.0, 2))}
     settings = params(rounds=10, max_rounds=15, clock="device")
