@@ -92,7 +92,7 @@ def test_a_length_out_of_range_is_refused(made: Path, text: Any, name: str, leng
     assert "tokens 1 to 12" in str(caught.value)
 
 
-def test_evaluation_is_of_similar_lengths_each_batch_cut_and_gives_the_padded_answers_in_order(made: Path, text: Any) -> None:
+def test_evaluation_cuts_batches_of_like_lengths_and_gives_the_padded_answers(made: Path, text: Any) -> None:
     samples, seen = read(made / "data/test.npz"), []
     want = predict(checkpoint.load(made / "model").model, text, samples)["logits"]
     with open_engine(made / "ort") as session:
