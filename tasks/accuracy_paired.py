@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import bdtr, ndtr, stdtr
 
-from tasks.accuracy_records import Scored, binary, check_pair, classes, enough
+from tasks.accuracy_records import Scored, check_pair, classes, enough
 from tasks.settings import Params
-from tasks.stats import Interval, mean_score, paired_change
+from tasks.stats import Interval, binary, mean_score, paired_change, paired_statistic
 
 TOP = 20
 
@@ -77,16 +77,11 @@ def non_inferiority(scores: np.ndarray, other: np.ndarray, margin: float) -> flo
 
     By the statistic of `stats.paired_change`: it is below (1 - confidence) / 2 where that interval lies above `margin`.
     """
-    n, difference = len(scores), scores - other
-    if binary(scores, other):
-        gained, lost = int((difference > 0).sum()), int((difference < 0).sum())
-        center = (gained - lost) / (n + 2)
-        error = float(np.sqrt(gained + lost + 1 - (gained - lost) ** 2 / (n + 2))) / (n + 2)
-        return float(ndtr((margin - center) / error))
-    error = float(difference.std(ddof=1) / np.sqrt(n))
+    center, error = paired_statistic(scores, other)
     if error == 0:
-        return 0.0 if difference.mean() > margin else 1.0
-    return float(stdtr(n - 1, (margin - difference.mean()) / error))
+        return 0.0 if center > margin else 1.0
+    distance = (margin - center) / error
+    return float(ndtr(distance) if binary(scores, other) else stdtr(len(scores) - 1, distance))
 
 
 def paired(one: Scored, other: Scored, role: str, params: Params) -> Paired:

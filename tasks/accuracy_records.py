@@ -12,6 +12,7 @@ from tasks import layout, manifest
 from tasks.data import read
 from tasks.errors import Fault, Unavailable
 from tasks.files import read_json
+from tasks.stats import binary
 from tasks.workloads.protocol import Arrays
 
 STORED = ("scores", "predictions", "labels")
@@ -72,11 +73,6 @@ def classes(one: Scored) -> list[tuple[int, np.ndarray]]:
     """Each label with the mask [n] of its samples, by label; nothing without classes."""
     labels = one.labels
     return [] if labels is None else [(int(label), labels == label) for label in np.unique(labels)]
-
-
-def binary(*scores: np.ndarray) -> bool:
-    """Whether every score is 0 or 1."""
-    return all(bool(np.isin(values, (0.0, 1.0)).all()) for values in scores)
 
 
 def enough(*scores: np.ndarray) -> bool:

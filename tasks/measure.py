@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -118,8 +118,7 @@ class Measurement:
         Fewer rounds than the family's confidence needs would tell nothing, however long they took.
         """
         params, n, late = self.params, len(self._clean()), self._late()
-        horizon = max(params.rounds, params.max_rounds)
-        if n >= horizon or len(self.rounds) >= 2 * horizon:
+        if n >= self._horizon or len(self.rounds) >= 2 * self._horizon:
             return True
         if late and ((n >= params.rounds and self._enough(n)) or len(self.rounds) >= 2 * params.rounds):
             return True
@@ -137,9 +136,18 @@ class Measurement:
 
     def _enough(self, n: int) -> bool:
         """Whether `n` rounds can give an interval of the confidence that they need."""
-        horizon = max(self.params.rounds, self.params.max_rounds)
-        looks = [*(look for look in self.looks if look < n), n]
-        return not sequential.too_few(n, sequential.confidence_at(looks, horizon, self.params.confidence, self.family))
+        return not sequential.too_few(n, self._confidence(self._looks_until(n)))
+
+    @property
+    def _horizon(self) -> int:
+        return max(self.params.rounds, self.params.max_rounds)
+
+    def _looks_until(self, n: int) -> tuple[int, ...]:
+        """The looks taken before round `n`, and one at it."""
+        return (*(look for look in self.looks if look < n), n)
+
+    def _confidence(self, looks: Sequence[int]) -> float:
+        return sequential.confidence_at(looks, self._horizon, self.params.confidence, self.family)
 
     def _late(self) -> bool:
         return time.perf_counter() - self._began > self.params.budget_s * max(1, len(self.sessions) - 1)
@@ -196,8 +204,7 @@ class Measurement:
         params, clean = self.params, self._clean()
         medians = {name: np.array([np.median(r[name].samples) for r in clean]) for name in self.sessions}
         names = sorted(medians, key=lambda name: float(np.median(medians[name]))) if self.fastest else list(medians)
-        horizon = max(params.rounds, params.max_rounds)
-        sure = sequential.confidence_at(self.looks, horizon, params.confidence, self.family)
+        sure = self._confidence(self.looks)
         for name in names[1:]:
             if relative_width(ratio(medians[names[0]], medians[name], params.confidence)) > params.max_width:
                 return False
@@ -223,8 +230,8 @@ class Measurement:
             throughput_per_s=params.batch / mean * 1e3,
             warm=self.warm.get(name, False),
             medians=tuple(float(np.median(r[name].samples)) for r in kept),
-            looks=(*(look for look in self.looks if look < n), n),
-            horizon=max(params.rounds, params.max_rounds),
+            looks=self._looks_until(n),
+            horizon=self._horizon,
             discarded=dict(self.discarded[name]),
             busy=told if clean < n else None,
         )

@@ -30,6 +30,11 @@ class Rate:
     repeats: int
     by: str
 
+    @property
+    def disturbed(self) -> bool:
+        """Whether other work kept half of the repeats a fifth below the best."""
+        return self.median < CALM * self.best
+
 
 @dataclass(frozen=True)
 class Peaks:
@@ -49,8 +54,8 @@ class Peaks:
 
     @property
     def disturbed(self) -> bool:
-        """Whether other work kept half of some probe's repeats a fifth below its best."""
-        return any(rate.median < CALM * rate.best for rate in (self.memory, self.cache, *self.matrix.values()))
+        """Whether other work disturbed one of the probes."""
+        return any(rate.disturbed for rate in (self.memory, self.cache, *self.matrix.values()))
 
     @property
     def flops_per_s(self) -> dict[str, float]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tasks.engines.torch_forms import flags
-from tasks.peaks import CALM, Rate
+from tasks.peaks import Rate
 from tasks.target import last_level_cache_bytes
 
 REPEATS, LEAST = 25, 3
@@ -35,13 +35,15 @@ def repeated(seconds: Seconds, amount: float, by: str, budget_s: float) -> Rate:
     seconds()
     taken: list[float] = []
     end = time.perf_counter() + budget_s
-    while len(taken) < LEAST or (time.perf_counter() < end and (len(taken) < REPEATS or _disturbed(taken))):
+    while len(taken) < LEAST or (
+        time.perf_counter() < end and (len(taken) < REPEATS or _rate(taken, amount, by).disturbed)
+    ):
         taken.append(seconds())
+    return _rate(taken, amount, by)
+
+
+def _rate(taken: list[float], amount: float, by: str) -> Rate:
     return Rate(amount / min(taken), amount / statistics.median(taken), amount / max(taken), len(taken), by)
-
-
-def _disturbed(taken: list[float]) -> bool:
-    return min(taken) < CALM * statistics.median(taken)
 
 
 def best(rates: list[Rate]) -> Rate:

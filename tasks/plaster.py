@@ -196,9 +196,7 @@ def metrics(card: Scorecard) -> dict[str, float]:
         "size_engine_bytes": card.size.engine_bytes,
         "size_memory_bytes": card.size.memory_bytes,
         **{f"throughput_per_s_batch_{batch}": value for batch, value in card.throughput.items()},
-        "energy_inferences_per_joule": efficiency.value if efficiency else None,
-        "energy_inferences_per_joule_low": efficiency.low if efficiency else None,
-        "energy_inferences_per_joule_high": efficiency.high if efficiency else None,
+        **(efficiency.named("energy_inferences_per_joule") if efficiency else {}),
         f"rate_of_learning_s{'_at_least' if learning.at_least else ''}": learning.seconds,
     }
     return {f"plaster.{name}": float(value) for name, value in found.items() if value is not None}

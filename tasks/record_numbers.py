@@ -70,17 +70,16 @@ def flat_metrics(variant: Variant) -> dict[str, float]:
     flat = {f"size_bytes_{kind}": float(size) for kind, size in variant.size_bytes.items()}
     for name in METRICS:
         if got := metric(variant, name):
-            flat |= {name: got.value, f"{name}_low": got.low, f"{name}_high": got.high}
+            flat |= got.named(name)
     for key in ("p90", "p99"):
         if variant.latency_ms and variant.latency_ms[key] is not None:
             flat[f"latency_ms_{key}"] = float(variant.latency_ms[key] or 0)
     if net := variant.cost.energy_net_mj:
-        flat |= {"energy_net_mj": net.value, "energy_net_mj_low": net.low, "energy_net_mj_high": net.high}
+        flat |= net.named("energy_net_mj")
     flat |= {name: float(value) for name in NUMBERS if (value := getattr(variant.cost, name)) is not None}
     flat |= {f"throughput_per_s_batch_{batch}": value for batch, value in variant.throughput_at.items()}
     for batch, gain in variant.speedup_at.items():
-        name = f"speedup_batch_{batch}"
-        flat |= {name: gain.value, f"{name}_low": gain.low, f"{name}_high": gain.high}
+        flat |= gain.named(f"speedup_batch_{batch}")
     for parity in variant.evidence.parity if variant.evidence else ():
         flat[f"parity_{re.sub('[^A-Za-z0-9_. /-]', '_', parity['output'])}"] = float(parity["difference"])
     if variant.throughput_per_s is not None:
@@ -96,6 +95,5 @@ def paired_metrics(compared: Accuracy) -> dict[str, float]:
         for role in pair.role.split(" and "):
             flat |= {f"{key}_{role}": value for key, value in told.items()}
             if same := pair.agreement:
-                name = f"agreement_{role}"
-                flat |= {name: same.value, f"{name}_low": same.low, f"{name}_high": same.high}
+                flat |= same.named(f"agreement_{role}")
     return {name: float(value) for name, value in flat.items() if value is not None}

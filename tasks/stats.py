@@ -19,6 +19,10 @@ class Interval:
     low: float
     high: float
 
+    def named(self, name: str) -> dict[str, float]:
+        """The estimate under a name, and its ends as NAME_low and NAME_high."""
+        return {name: self.value, f"{name}_low": self.low, f"{name}_high": self.high}
+
 
 def mean_score(scores: np.ndarray, confidence: float) -> Interval:
     """Mean of per-sample scores [n] in 0 … 1.
@@ -28,7 +32,7 @@ def mean_score(scores: np.ndarray, confidence: float) -> Interval:
     """
     _finite(scores, "scores")
     n, mean = len(scores), float(scores.mean())
-    if not _binary(scores):
+    if not binary(scores):
         half = float(stdtrit(n - 1, (1 + confidence) / 2) * scores.std(ddof=1) / np.sqrt(n))
         return Interval(mean, max(0.0, mean - half), min(1.0, mean + half))
     z = float(ndtri((1 + confidence) / 2))
@@ -43,19 +47,26 @@ def paired_change(scores: np.ndarray, baseline: np.ndarray, confidence: float) -
     Binary scores get the interval of Agresti and Min (2005, Statistics in Medicine 24:729),
     which stays wide enough when few samples changed; others Student's t.
     """
+    center, error = paired_statistic(scores, baseline)
+    value = float((scores - baseline).mean())
+    share = (1 + confidence) / 2
+    half = error * float(ndtri(share) if binary(scores, baseline) else stdtrit(len(scores) - 1, share))
+    return Interval(value, min(value, center - half), max(value, center + half))
+
+
+def paired_statistic(scores: np.ndarray, baseline: np.ndarray) -> tuple[float, float]:
+    """The centre of the mean change of paired scores, both [n], and its standard error, as `paired_change` takes them.
+
+    Of binary scores both are those of Agresti and Min, and the error is a normal law's; else Student's, of n - 1.
+    """
     if scores.shape != baseline.shape:
         raise ValueError(f"paired scores of {scores.shape} and {baseline.shape} samples")
     _finite(np.stack([scores, baseline]), "paired scores")
     n, difference = len(scores), scores - baseline
-    value = float(difference.mean())
-    if not (_binary(scores) and _binary(baseline)):
-        half = float(stdtrit(n - 1, (1 + confidence) / 2) * difference.std(ddof=1) / np.sqrt(n))
-        return Interval(value, value - half, value + half)
-    z = float(ndtri((1 + confidence) / 2))
+    if not binary(scores, baseline):
+        return float(difference.mean()), float(difference.std(ddof=1) / np.sqrt(n))
     gained, lost = float((difference > 0).sum()), float((difference < 0).sum())
-    center = (gained - lost) / (n + 2)
-    half = z * float(np.sqrt(gained + lost + 1 - (gained - lost) ** 2 / (n + 2))) / (n + 2)
-    return Interval(value, min(value, center - half), max(value, center + half))
+    return (gained - lost) / (n + 2), float(np.sqrt(gained + lost + 1 - (gained - lost) ** 2 / (n + 2))) / (n + 2)
 
 
 def ratio(numerator: np.ndarray, denominator: np.ndarray, confidence: float) -> Interval:
@@ -107,8 +118,9 @@ def _finite(values: np.ndarray, what: str) -> None:
         raise ValueError(f"{values.shape[-1]} {what}: some are needed, and all of them finite")
 
 
-def _binary(scores: np.ndarray) -> bool:
-    return bool(np.isin(scores, (0.0, 1.0)).all())
+def binary(*scores: np.ndarray) -> bool:
+    """Whether every score is 0 or 1."""
+    return all(bool(np.isin(values, (0.0, 1.0)).all()) for values in scores)
 
 
 def _signed_rank_cut(n: int, alpha: float) -> int:

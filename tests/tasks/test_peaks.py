@@ -136,15 +136,21 @@ def test_a_device_is_found_by_its_threads() -> None:
     assert found.why_not("cpu", 4) == "no memory" and found.why_not("cuda", 4) is None
 
 
+def broken_with_two(message: str) -> Callable[[int, float], Peaks]:
+    """A probe of the CPU that fails with two threads."""
+
+    def probe(threads: int, budget_s: float) -> Peaks:
+        if threads == 2:
+            raise MemoryError(message)
+        return made(threads)
+
+    return probe
+
+
 def test_a_device_that_cannot_be_probed_is_kept_with_the_reason_and_tried_again(
     monkeypatch: pytest.MonkeyPatch, here: Target
 ) -> None:
-    def broken(threads: int, budget_s: float) -> Peaks:
-        if threads == 2:
-            raise MemoryError("no room\nfor 64 MiB")
-        return made(threads)
-
-    monkeypatch.setattr(peaks, "on_cpu", broken)
+    monkeypatch.setattr(peaks, "on_cpu", broken_with_two("no room\nfor 64 MiB"))
     expected = Probed((made(1),), (Failed("cpu", 2, "no room for 64 MiB"),))
     assert peaks.probe([1, 2], here=here) == expected == peaks.known(here)
     monkeypatch.setattr(peaks, "on_cpu", lambda threads, budget_s: made(threads))
@@ -154,12 +160,7 @@ def test_a_device_that_cannot_be_probed_is_kept_with_the_reason_and_tried_again(
 def test_the_reason_of_a_failed_probe_stays_until_it_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, here: Target
 ) -> None:
-    def broken(threads: int, budget_s: float) -> Peaks:
-        if threads == 2:
-            raise MemoryError("no room")
-        return made(threads)
-
-    monkeypatch.setattr(peaks, "on_cpu", broken)
+    monkeypatch.setattr(peaks, "on_cpu", broken_with_two("no room"))
     peaks.probe([2], here=here)
     assert peaks.probe([1], here=here) == Probed((made(1),), (Failed("cpu", 2, "no room"),)) == peaks.known(here)
 
