@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import threading
 import time
 from pathlib import Path
 
@@ -23,11 +24,13 @@ class Host:
 
     `max_lost` is the share of that time. The time that threads wanted a core and had none is read from the
     scheduler (Linux, /proc/PID/task/*/schedstat); elsewhere each involuntary context switch (getrusage(2)) counts as
-    3 ms, a usual time slice. Steal time is all cores' (Linux, proc_stat(5)), in steps of 10 ms.
+    3 ms, a usual time slice. Steal time is all cores' (Linux, proc_stat(5)), in steps of 10 ms. With `own`, only the
+    calling thread's time counts: it launches what a GPU computes, and other threads don't hold that up.
     """
 
-    def __init__(self, max_lost: float) -> None:
+    def __init__(self, max_lost: float, own: bool = False) -> None:
         self.max_lost = max_lost
+        self._threads = str(threading.get_native_id()) if own else "*"
         self._then = self._read()
 
     def __call__(self) -> str | None:
@@ -38,7 +41,7 @@ class Host:
         return STOLE if stolen > self.max_lost * elapsed else None
 
     def _read(self) -> tuple[float, float, float]:
-        return time.perf_counter(), _waited_s(), _stolen_s()
+        return time.perf_counter(), _waited_s(self._threads), _stolen_s()
 
 
 def settle() -> str | None:
@@ -68,12 +71,12 @@ def governor() -> str | None:
     return file.read_text().strip() if file.is_file() else None
 
 
-def _waited_s() -> float:
-    """Seconds that this process's threads have waited for a core so far; those of a thread that ended are gone."""
+def _waited_s(threads: str) -> float:
+    """Seconds that these of this process's threads have waited for a core so far; those of one that ended are gone."""
     if not SCHEDULER.is_file():
         return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw * SLICE_S
     waited = 0
-    for file in Path("/proc/self/task").glob("*/schedstat"):
+    for file in Path("/proc/self/task").glob(f"{threads}/schedstat"):
         with contextlib.suppress(OSError):  # The thread ended meanwhile.
             waited += int(file.read_text().split()[1])  # The nanoseconds on a run queue, second of three numbers.
     return waited / 1e9

@@ -15,7 +15,7 @@ from tasks.disturbance import load_average as load_average
 from tasks.engines.protocol import Session
 from tasks.errors import Fault
 from tasks.settings import BenchmarkParams
-from tasks.stats import percentile, ratio
+from tasks.stats import percentile, ratio, reopened
 from tasks.target import last_level_cache_bytes
 from tasks.timing import Timing as Timing
 from tasks.timing import confidence_of as confidence_of
@@ -26,8 +26,9 @@ from tasks.timing import restored as restored
 from tasks.timing import speedup as speedup
 from tasks.workloads.protocol import Arrays
 
-STABLE = 0.05
 SETTLE_CALLS = 3
+# A call this many windows long needs none to settle: what the engine before left in the caches is a small part of it.
+LONG = 3
 RETRIES = 2
 Disturbed = Callable[[], str | None]
 
@@ -83,16 +84,21 @@ class Measurement:
         self.sessions, self.params, self.family, self.fastest = sessions, params, family, fastest
         many = 2 * last_level_cache_bytes()
         self.pool = inputs if isinstance(inputs, list) else make_pool(inputs, params.batch, many)
-        self.watches: list[Disturbed] = [Host(params.max_lost), *([disturbed] if disturbed else [])]
+        host = Host(params.max_lost, own=params.clock == "device")
+        self.watches: list[Disturbed] = [host, *([disturbed] if disturbed else [])]
         self.rounds: list[dict[str, Window]] = []
         self.discarded: dict[str, Counter[str]] = {name: Counter() for name in sessions}
         self.warm: dict[str, bool] = {}
         self.looks: list[int] = []
+        self._took: dict[str, float] = {}
         self._rng, self._turn = np.random.default_rng(params.seed), dict.fromkeys(sessions, 0)
         self._began = time.perf_counter()
 
     def warm_up(self) -> None:
-        """Run every engine until two windows in a row agree within 5 %, for ten times the warm-up at most."""
+        """Run every engine until two windows in a row agree within `max_width`, for ten times the warm-up at most.
+
+        A first window before that pays for what happens once, such as the capture of a CUDA graph.
+        """
         self.warm = {name: self._warm_up(name) for name in self.sessions}
         self._began = time.perf_counter()
 
@@ -164,7 +170,7 @@ class Measurement:
         spun = settle()
         for watch in self.watches:
             watch()
-        for _ in range(SETTLE_CALLS):
+        for _ in range(SETTLE_CALLS if self._took.get(name, 0) < LONG * self.params.window_ms else 0):
             if self._call(name) > self.params.window_ms:
                 break
         samples: list[float] = []
@@ -188,16 +194,20 @@ class Measurement:
     def _call(self, name: str) -> float:
         batch = self.pool[self._turn[name] % len(self.pool)]
         self._turn[name] += 1
-        return timed_call(self.sessions[name], batch, self.params.clock)
+        self._took[name] = timed_call(self.sessions[name], batch, self.params.clock)
+        return self._took[name]
 
     def _warm_up(self, name: str) -> bool:
+        self._window(name)
         start, last = time.perf_counter(), float("inf")
-        while (elapsed := (time.perf_counter() - start) * 1e3) < 10 * self.params.warmup_ms:
+        while True:
             median = float(np.median(self._window(name).samples))
-            if elapsed >= self.params.warmup_ms and abs(median - last) <= STABLE * median:
+            elapsed, agree = (time.perf_counter() - start) * 1e3, abs(median - last) <= self.params.max_width * median
+            if elapsed >= self.params.warmup_ms and agree:
                 return True
+            if elapsed >= 10 * self.params.warmup_ms and last < float("inf"):
+                return False
             last = median
-        return False
 
     def _settled(self, n: int) -> bool:
         """Whether every ratio is known within `max_width`, and lies on one side of 1 as surely as the looks ask for."""
@@ -208,7 +218,8 @@ class Measurement:
         for name in names[1:]:
             if relative_width(ratio(medians[names[0]], medians[name], params.confidence)) > params.max_width:
                 return False
-            if not sequential.clear(ratio(medians[names[0]], medians[name], sure), n, sure):
+            gain = reopened(ratio(medians[names[0]], medians[name], sure), params.reopen_sd, sure)
+            if not sequential.clear(gain, n, sure):
                 return False
         return True
 
@@ -232,6 +243,7 @@ class Measurement:
             medians=tuple(float(np.median(r[name].samples)) for r in kept),
             looks=self._looks_until(n),
             horizon=self._horizon,
+            reopen_sd=params.reopen_sd,
             discarded=dict(self.discarded[name]),
             busy=told if clean < n else None,
         )

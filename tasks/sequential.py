@@ -18,7 +18,7 @@ from scipy.optimize import brentq
 from scipy.special import ndtr
 
 from tasks.settings import min_rounds
-from tasks.stats import Interval, ratio
+from tasks.stats import Interval, ratio, reopened
 
 LOOK_EVERY = 5
 POINTS = 401
@@ -43,10 +43,20 @@ def confidence_at(looks: Sequence[int], horizon: int, confidence: float, family:
 
 
 def speedup(
-    slow: Sequence[float], fast: Sequence[float], looks: Sequence[int], horizon: int, confidence: float, family: int = 1
+    slow: Sequence[float],
+    fast: Sequence[float],
+    looks: Sequence[int],
+    horizon: int,
+    confidence: float,
+    family: int = 1,
+    reopen_sd: float = 0.0,
 ) -> Interval:
-    """The ratio of paired medians (`slow` over `fast`), with the interval that the looks and the family ask for."""
-    return ratio(np.array(slow), np.array(fast), confidence_at(looks, horizon, confidence, family))
+    """The ratio of paired medians (`slow` over `fast`), with the interval that the looks and the family ask for.
+
+    `reopen_sd` is how far two openings of an engine differ; see `stats.reopened`.
+    """
+    sure = confidence_at(looks, horizon, confidence, family)
+    return reopened(ratio(np.array(slow), np.array(fast), sure), reopen_sd, sure)
 
 
 def clear(interval: Interval, rounds: int, confidence: float) -> bool:

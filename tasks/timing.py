@@ -28,7 +28,8 @@ class Timing:
     `medians` holds one median a round, paired by round with the other engines' of the same
     measurement. A percentile is None where there are too few samples for it, or where a sample is a mean of
     several calls, as with the device's clock. `looks` are the numbers of rounds after which the measurement could
-    have stopped, up to its end, and `horizon` the most there could have been. `discarded` counts windows thrown
+    have stopped, up to its end, and `horizon` the most there could have been. `reopen_sd` is how far two openings of
+    one engine differ, as a share. `discarded` counts windows thrown
     away, by reason; `busy` says that too many were, and that disturbed ones had to be used.
     """
 
@@ -44,6 +45,7 @@ class Timing:
     medians: tuple[float, ...]
     looks: tuple[int, ...] = ()
     horizon: int = 0
+    reopen_sd: float = 0.0
     discarded: dict[str, int] = field(default_factory=dict)
     busy: str | None = None
 
@@ -90,7 +92,7 @@ def speedup(timings: Mapping[str, Timing], name: str, versus: str, confidence: f
     stopped. Raises Fault if the two aren't of one measurement: of other batches, clocks, rounds or looks.
     """
     fast, slow = timings[name], timings[versus]
-    for what in ("batch", "clock", "looks", "horizon"):
+    for what in ("batch", "clock", "looks", "horizon", "reopen_sd"):
         if getattr(fast, what) != getattr(slow, what):
             raise _apart(name, versus, f"{what} {getattr(fast, what)}", f"{what} {getattr(slow, what)}")
     if len(fast.medians) != len(slow.medians):
@@ -98,7 +100,7 @@ def speedup(timings: Mapping[str, Timing], name: str, versus: str, confidence: f
     if not fast.medians:
         raise Fault("nothing was timed", got="no rounds", expected="at least 2", do="run the benchmark again")
     looks = fast.looks or (len(fast.medians),)
-    return sequential.speedup(slow.medians, fast.medians, looks, fast.horizon, confidence, family)
+    return sequential.speedup(slow.medians, fast.medians, looks, fast.horizon, confidence, family, fast.reopen_sd)
 
 
 def confidence_of(timing: Timing, confidence: float, family: int = 1) -> float:

@@ -81,7 +81,7 @@ def test_the_line_runs_skips_what_is_done_and_tells_what_failed(
         assert not again.seconds and set(again.ended.values()) == {None}, "all of it was done"
         [measured] = [job for job in script.benchmarks(tree(), script.jobs(tree())) if "stuck" not in job.stage]
         assert again.made(measured)
-        built = script.run(2, store=False, again=True, build_only=True)
+        script.run(built := script.Line(2), store=False, again=True, build_only=True)
         assert "evaluate@base-eager" in built.ended and "benchmark@base-eager" not in built.ended
         edit(project, lambda p: p["train"]["base"].update(lr=2e-2))
         changed = {stage for stage, job in script.jobs(tree()).items() if again.stamps.get(stage) != job.digest}

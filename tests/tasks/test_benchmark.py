@@ -14,7 +14,7 @@ from tasks.errors import Fault
 from tasks.files import read_json, sha256
 from tasks.measure import Timing
 from tasks.settings import BenchmarkParams
-from tasks.stats import ratio
+from tasks.stats import ratio, reopened
 from tasks.target import fingerprint
 
 TIMING = Timing(1, "host", 1.0, None, None, 1.0, 30, 1000.0, True, (1.0,) * 12, (12,), 12)
@@ -23,7 +23,8 @@ TIMING = Timing(1, "host", 1.0, None, None, 1.0, 30, 1000.0, True, (1.0,) * 12, 
 def test_the_speedup_can_be_computed_again_from_the_report(line: Path) -> None:
     report = read_json(line / "results/benchmark/base-ort.json")
     mine, other = report["timing"]["medians"], report["baseline"]["medians"]
-    again = ratio(np.array(other), np.array(mine), report["confidence"])
+    rounds = ratio(np.array(other), np.array(mine), report["confidence"])
+    again = reopened(rounds, report["timing"]["reopen_sd"], report["confidence"])
     assert report["speedup"] == {"value": again.value, "low": again.low, "high": again.high}
     assert len(mine) == len(other) == 8
     assert report["versus"] == "base-eager"

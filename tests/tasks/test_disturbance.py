@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -38,6 +39,17 @@ def test_a_process_that_shares_our_core_is_noticed() -> None:
         rival.wait()
 
 
+@pytest.mark.skipif(not SCHEDULER.is_file(), reason="the scheduler tells no waiting times here")
+def test_by_the_devices_clock_other_threads_may_wait_for_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(disturbance, "_waited_s", lambda threads: float(seen.append(threads) or 0))
+    Host(0.1)()
+    Host(0.1, own=True)()
+    assert seen == ["*", "*", *[str(threading.get_native_id())] * 2]
+    monkeypatch.undo()
+    assert 0 <= disturbance._waited_s(str(threading.get_native_id())) <= disturbance._waited_s("*")
+
+
 def test_nothing_is_told_where_everything_is_allowed() -> None:
     host = Host(1e6)
     compute(0.02)
@@ -52,6 +64,6 @@ def test_waiting_without_computing_is_no_disturbance() -> None:
 
 def test_switches_count_where_the_scheduler_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disturbance, "SCHEDULER", SCHEDULER.with_name("nothing-of-this-name"))
-    before = disturbance._waited_s()
+    before = disturbance._waited_s("*")
     compute(0.02)
-    assert disturbance._waited_s() >= before >= 0
+    assert disturbance._waited_s("*") >= before >= 0

@@ -20,7 +20,7 @@ from tasks.errors import Fault
 from tasks.files import read_json, write_json
 from tasks.planted import Early, Slowed
 from tasks.settings import BenchmarkParams
-from tasks.stats import ratio
+from tasks.stats import ratio, reopened
 
 
 class Sleeper:
@@ -114,7 +114,8 @@ def test_a_difference_that_is_plain_ends_at_the_first_look(params: Any) -> None:
     assert timings["a"].looks == (10,)
     gain = measure.speedup(timings, "a", "b", 0.95)
     sure = sequential.confidence_at((10,), 20, 0.95)
-    expected = ratio(np.array(timings["b"].medians), np.array(timings["a"].medians), sure)
+    rounds = ratio(np.array(timings["b"].medians), np.array(timings["a"].medians), sure)
+    expected = reopened(rounds, 0.005, sure)
     assert (gain.low, gain.high) == (expected.low, expected.high)
     assert measure.confidence_of(timings["a"], 0.95) == sure > 0.95
 
@@ -150,13 +151,34 @@ def test_finalists_are_told_apart_from_the_fastest_and_not_from_the_first(params
     assert measure.interleave(sessions, INPUTS, settings, fastest=True)["b"].looks == (10, 15)
 
 
+def test_what_a_first_call_does_once_leaves_the_warm_up_its_time(params: Any) -> None:
+    class Captures(Sleeper):
+        def run(self, batch: Any) -> None:
+            time.sleep(1e-3 if self.synchronized else 0.2)
+
+    timing = measure.interleave({"a": Captures(0)}, INPUTS, params(warmup_ms=5, window_ms=10))["a"]
+    assert timing.warm
+    assert timing.p90 is not None and timing.p90 < 50
+
+
+@pytest.mark.parametrize(("seconds", "calls"), [(1e-3, 3), (9e-3, 1), (3e-2, 0)])
+def test_the_longer_a_call_the_fewer_come_before_a_window(params: Any, seconds: float, calls: int) -> None:
+    log: list[Any] = []
+    measured = measure.Measurement({"a": Sleeper(seconds, log)}, INPUTS, params())
+    measured.round()
+    log.clear()
+    measured.round()
+    assert len(log) - len(measured.rounds[-1]["a"].samples) == calls
+
+
 def test_a_latency_that_never_settles_is_not_warm(params: Any) -> None:
     class Unsteady(Sleeper):
         def run(self, batch: Any) -> None:
             self.seconds *= 1.2 if self.seconds < 0.02 else 0.01
             super().run(batch)
 
-    timings = measure.interleave({"steady": Sleeper(2e-3), "not": Unsteady(2e-4)}, INPUTS, params(warmup_ms=4))
+    sessions = {"steady": Sleeper(2e-3), "not": Unsteady(2e-4)}
+    timings = measure.interleave(sessions, INPUTS, params(warmup_ms=4, max_width=0.1))
     assert not timings["not"].warm
 
 

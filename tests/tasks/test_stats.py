@@ -9,6 +9,7 @@ import pytest
 from scipy.optimize import brentq
 from scipy.stats import binom, norm, t
 
+from tasks import stats
 from tasks.stats import PERCENTILE_CONFIDENCE, Interval, mean_score, needed, paired_change, percentile, quotient, ratio
 
 
@@ -185,3 +186,25 @@ def test_scores_that_are_none_or_not_finite_are_refused(scores: list[float]) -> 
         mean_score(np.array(scores), 0.95)
     with pytest.raises(ValueError, match="finite"):
         paired_change(np.array(scores), np.zeros(len(scores)), 0.95)
+
+
+def test_an_interval_is_widened_by_what_opening_anew_changes() -> None:
+    exact = Interval(1.0, 1.0, 1.0)
+    wide = stats.reopened(exact, 0.01, 0.95)
+    assert (np.log(wide.low), np.log(wide.high)) == pytest.approx((-0.0196, 0.0196), rel=1e-4)
+    skewed = stats.reopened(Interval(2.0, 1.9, 2.4), 0.01, 0.95)
+    assert (np.log(2.0 / skewed.low)) ** 2 == pytest.approx(np.log(2 / 1.9) ** 2 + 0.0196**2, rel=1e-3)
+    assert stats.reopened(skewed, 0.0, 0.95).low == pytest.approx(skewed.low)
+
+
+def test_twins_that_differ_from_opening_to_opening_are_told_apart_in_one_of_twenty_at_most() -> None:
+    rng = np.random.default_rng(0)
+    told = {0.0: 0, 0.005: 0}
+    for _ in range(300):
+        shift = rng.normal(0, 0.005)
+        logs = shift + rng.normal(0, 0.01, 40)
+        for sd in told:
+            gain = stats.reopened(stats.ratio(np.exp(logs), np.ones(40), 0.95), sd, 0.95)
+            told[sd] += gain.low > 1 or gain.high < 1
+    assert told[0.0] > 0.4 * 300
+    assert told[0.005] <= 0.08 * 300
