@@ -10,7 +10,7 @@ from tasks import costs, layout, manifest, sequential
 from tasks.costs import Cost
 from tasks.data import read
 from tasks.errors import Fault
-from tasks.files import read_json, size_bytes
+from tasks.files import digest_of, read_json, size_bytes
 from tasks.params import Tree
 from tasks.settings import MODEL_STEPS, ExportParams
 from tasks.stats import Interval, mean_score, paired_change
@@ -45,7 +45,7 @@ class Variant:
 
     `latency_ms`, `throughput_per_s` and `speedup` are of one batch size, `latency_ms["batch"]`;
     `speedup_at` and `throughput_at` hold those at others, by batch, without the ones whose timing was unstable.
-    `clock` is the one of all times. `also` names variants whose engine has the same bytes.
+    `clock` is the one of all times. `also` names variants whose engine has the same bytes and settings.
     """
 
     name: str
@@ -90,7 +90,7 @@ def restore(raw: dict[str, Any]) -> Variant:
 
 
 def variants(tree: Tree) -> list[Variant]:
-    """Every engine of the tree, in its order; engines of equal bytes are one variant.
+    """Every engine of the tree, in its order; engines of equal bytes that run under equal settings are one variant.
 
     A variant without usable results comes as `failed` or `not_run` with the reason, others
     with an empty verdict for the gates to fill; reasons name further batches whose timing is unstable.
@@ -104,7 +104,7 @@ def variants(tree: Tree) -> list[Variant]:
 
 
 def _merged(tree: Tree, group: list[Variant]) -> Variant:
-    """One variant for engines of equal bytes: the baseline, or the plain engine, or one that is stable."""
+    """One variant for equal engines: the baseline, or the plain engine, or one that is stable."""
 
     def rank(variant: Variant) -> tuple[bool, bool, bool]:
         plain_engine = variant.name == tree.plain(variant.backend)
@@ -237,6 +237,8 @@ def _content_key(name: str) -> tuple[Any, ...]:
     return (
         described.backend,
         described.onnx_sha256 or described.engine_sha256,
+        described.device,
+        digest_of(described.settings),
         described.threads,
         described.max_batch,
         str(described.built_for),

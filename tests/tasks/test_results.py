@@ -268,6 +268,13 @@ def test_twins_that_take_other_batches_are_two_variants(project_copy: Path) -> N
     assert {"twin", "base-ort"} <= set(by_name(load(layout.PARAMS)))
 
 
+@pytest.mark.parametrize("changes", [{"settings": {"precision": "tf32"}}, {"device": "cuda"}])
+def test_twins_that_run_otherwise_are_two_variants(project_copy: Path, changes: dict[str, Any]) -> None:
+    twin("base-ort", first=False)
+    change(layout.artifact("twin") / "manifest.json", **changes)
+    assert {"twin", "base-ort"} <= set(by_name(load(layout.PARAMS)))
+
+
 def test_every_row_names_the_baseline_s_failure(tree: Tree) -> None:
     write_json(layout.failure("build@base-eager"), {"stage": "build@base-eager", "reason": "no memory"})
     assert {v.reasons[:1] for v in by_name(tree).values()} == {("build@base-eager failed: no memory",)}
