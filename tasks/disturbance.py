@@ -74,7 +74,8 @@ def governor() -> str | None:
 def _waited_s(threads: str) -> float:
     """Seconds that these of this process's threads have waited for a core so far; those of one that ended are gone."""
     if not SCHEDULER.is_file():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw * SLICE_S
+        who = resource.RUSAGE_SELF if threads == "*" else getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
+        return resource.getrusage(who).ru_nivcsw * SLICE_S
     waited = 0
     for file in Path("/proc/self/task").glob(f"{threads}/schedstat"):
         with contextlib.suppress(OSError):  # The thread ended meanwhile.

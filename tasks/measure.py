@@ -26,6 +26,7 @@ from tasks.timing import restored as restored
 from tasks.timing import speedup as speedup
 from tasks.workloads.protocol import Arrays
 
+STABLE = 0.1
 SETTLE_CALLS = 3
 # A call this many windows long needs none to settle: what the engine before left in the caches is a small part of it.
 LONG = 3
@@ -95,7 +96,7 @@ class Measurement:
         self._began = time.perf_counter()
 
     def warm_up(self) -> None:
-        """Run every engine until two windows in a row agree within `max_width`, for ten times the warm-up at most.
+        """Run every engine until two windows in a row agree within 10 %, for ten times the warm-up at most.
 
         A first window before that pays for what happens once, such as the capture of a CUDA graph.
         """
@@ -170,13 +171,17 @@ class Measurement:
         spun = settle()
         for watch in self.watches:
             watch()
-        for _ in range(SETTLE_CALLS if self._took.get(name, 0) < LONG * self.params.window_ms else 0):
-            if self._call(name) > self.params.window_ms:
+        window = self.params.window_ms / 1e3
+        for _ in range(SETTLE_CALLS if self._took.get(name, 0.0) < LONG * window else 0):
+            start = time.perf_counter()
+            self._call(name)
+            if time.perf_counter() - start > window:
                 break
         samples: list[float] = []
-        end = time.perf_counter() + self.params.window_ms / 1e3
-        while time.perf_counter() < end or not samples:
+        start = time.perf_counter()
+        while time.perf_counter() < start + window or not samples:
             samples.append(self._call(name))
+        self._took[name] = (time.perf_counter() - start) / len(samples)
         told = [reason for watch in self.watches if (reason := watch())]
         return Window(samples, spun or next(iter(told), None))
 
@@ -194,15 +199,14 @@ class Measurement:
     def _call(self, name: str) -> float:
         batch = self.pool[self._turn[name] % len(self.pool)]
         self._turn[name] += 1
-        self._took[name] = timed_call(self.sessions[name], batch, self.params.clock)
-        return self._took[name]
+        return timed_call(self.sessions[name], batch, self.params.clock)
 
     def _warm_up(self, name: str) -> bool:
         self._window(name)
         start, last = time.perf_counter(), float("inf")
         while True:
             median = float(np.median(self._window(name).samples))
-            elapsed, agree = (time.perf_counter() - start) * 1e3, abs(median - last) <= self.params.max_width * median
+            elapsed, agree = (time.perf_counter() - start) * 1e3, abs(median - last) <= STABLE * median
             if elapsed >= self.params.warmup_ms and agree:
                 return True
             if elapsed >= 10 * self.params.warmup_ms and last < float("inf"):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 import tarfile
+import threading
+import time
 from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
@@ -17,6 +20,7 @@ from typing import Any
 import pytest
 
 from tasks import layout, params
+from tasks.files import write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -81,12 +85,38 @@ def test_the_line_runs_skips_what_is_done_and_tells_what_failed(
         assert not again.seconds and set(again.ended.values()) == {None}, "all of it was done"
         [measured] = [job for job in script.benchmarks(tree(), script.jobs(tree())) if "stuck" not in job.stage]
         assert again.made(measured)
+        write_json(layout.failure(measured.stage), {"stage": measured.stage, "reason": "stopped"})
+        assert not again.made(measured), "it failed since"
         script.run(built := script.Line(2), store=False, again=True, build_only=True)
         assert "evaluate@base-eager" in built.ended and "benchmark@base-eager" not in built.ended
         edit(project, lambda p: p["train"]["base"].update(lr=2e-2))
         changed = {stage for stage, job in script.jobs(tree()).items() if again.stamps.get(stage) != job.digest}
         assert not again.made(script.benchmarks(tree(), script.jobs(tree()))[0])
     assert changed == {stage for stage in ended if "@" in stage and "benchmark" not in stage}
+
+
+def test_ctrl_c_ends_what_runs_starts_nothing_more_and_keeps_what_was_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = load()
+
+    class Does(script.Job):  # type: ignore[name-defined,misc]
+        command = property(
+            lambda job: {"train@quick": "true", "train@slow": "sleep 60"}.get(job.stage, "touch started")
+        )
+
+    names = ("train@quick", "train@slow", "train@waiting")
+    line = script.Line(1)
+    main = threading.main_thread().ident or 0
+    timer = threading.Timer(1.5, lambda: signal.pthread_kill(main, signal.SIGINT))
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        line.all({name: Does(name, (), name) for name in names})
+    assert time.monotonic() - start < 20
+    assert line.ended == {"train@quick": None} and line.stamps == {"train@quick": "train@quick"}
+    assert not Path("started").exists()
 
 
 def test_a_folder_without_params_is_refused(command: Run, tmp_path: Path) -> None:
