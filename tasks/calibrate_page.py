@@ -51,7 +51,8 @@ def _same(found: Calibration) -> list[str]:
         "## The same engine twice",
         "",
         f"The two are {opened}. Any verdict is a false one; at most {ALLOWED:.0%} may be, whatever the stopping rule "
-        f"did: {SAME.rounds} to {SAME.max_rounds} rounds, windows of {SAME.window_ms:g} ms.",
+        f"did: {SAME.rounds} to {SAME.max_rounds} rounds, windows of {SAME.window_ms:g} ms; here and below intervals "
+        f"allow for openings that differ by {SAME.reopen_sd:.1%} (`reopen_sd`).",
         "",
     ]
     if found.same is None:
