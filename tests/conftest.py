@@ -52,8 +52,9 @@ COPIED = (
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """The environment of a command in a project folder: its own code, its own stores, no telemetry."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_", "ENGINESMITH_", "DVC_"))}
+    """The environment of a command in a project folder: its own code, compiled once, and stores, no telemetry."""
+    left = ("PREFECT_", "MLFLOW_", "ENGINESMITH_", "DVC_", "PYTHONDONTWRITEBYTECODE")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(left)}
     return {
         **kept,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
