@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tasks import proof
+from tasks import parity, proof
 from tasks.errors import Fault
 from tasks.fit import predict
 from tasks.workloads.protocol import Arrays, cut
@@ -157,3 +157,13 @@ def test_the_same_model_gives_the_same_bytes(case: Any, text: Any, tmp_path: Pat
 def test_a_missing_file_is_a_fault(tmp_path: Path) -> None:
     with pytest.raises(Fault, match="no proof beside the model"):
         proof.load(tmp_path)
+
+
+def test_a_quantised_run_between_two_classes_is_not_judged_by_its_own_small_outputs() -> None:
+    sure, unsure = np.array([[3.0, -3.0]]), np.array([[0.1, -0.1]])
+    runs = [("sure", sure, sure + 0.02), ("unsure", unsure, unsure + 0.02)]
+    assert parity._of_output("y", runs, quantized=True) == pytest.approx(0.02 / np.sqrt(np.mean(3.0**2 + 0.1**2) / 2))
+    with pytest.raises(Fault, match="output y differs from PyTorch at unsure"):
+        parity._of_output("y", [runs[0], ("unsure", unsure, unsure + 0.2)], quantized=True)
+    with pytest.raises(Fault, match="at unsure"):
+        parity._of_output("y", [("sure", sure, sure), ("unsure", unsure, unsure + 0.02)], quantized=False)
