@@ -167,6 +167,6 @@ def unstable(timings: Mapping[str, measure.Timing], params: BenchmarkParams) -> 
     gain = ratio(np.array(timings["baseline"].medians), np.array(timings["engine"].medians), params.confidence)
     width = measure.relative_width(gain)
     if width > params.max_width:
-        return f"the speed-up's interval is {width:.1%} wide, at most {params.max_width:.0%} is allowed"
+        return f"the speed-up's interval is {width:.2%} wide, at most {params.max_width:.0%} is allowed"
     cold = [f"the {who}'s" for who, timing in timings.items() if not timing.warm]
     return f"{' and '.join(cold)} latency did not settle during warm-up" if cold else None

@@ -89,6 +89,11 @@ def test_the_line_runs_skips_what_is_done_and_tells_what_failed(
         assert not again.made(measured), "it failed since"
         script.run(built := script.Line(2), store=False, again=True, build_only=True)
         assert "evaluate@base-eager" in built.ended and "benchmark@base-eager" not in built.ended
+        edit(project, lambda p: p["build"]["base-eager"].update(max_batch=8))
+        assert not again.made(script.benchmarks(tree(), script.jobs(tree()))[0]), (
+            "the file is the same, the engine isn't"
+        )
+        edit(project, lambda p: p["build"]["base-eager"].pop("max_batch"))
         edit(project, lambda p: p["train"]["base"].update(lr=2e-2))
         changed = {stage for stage, job in script.jobs(tree()).items() if again.stamps.get(stage) != job.digest}
         assert not again.made(script.benchmarks(tree(), script.jobs(tree()))[0])
