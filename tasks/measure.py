@@ -15,7 +15,7 @@ from tasks.disturbance import load_average as load_average
 from tasks.engines.protocol import Session
 from tasks.errors import Fault
 from tasks.settings import BenchmarkParams
-from tasks.stats import percentile, ratio, reopened
+from tasks.stats import percentile, ratio
 from tasks.target import last_level_cache_bytes
 from tasks.timing import Timing as Timing
 from tasks.timing import confidence_of as confidence_of
@@ -222,7 +222,15 @@ class Measurement:
         for name in names[1:]:
             if relative_width(ratio(medians[names[0]], medians[name], params.confidence)) > params.max_width:
                 return False
-            gain = reopened(ratio(medians[names[0]], medians[name], sure), params.reopen_sd, sure)
+            gain = sequential.speedup(
+                slow=medians[names[0]].tolist(),
+                fast=medians[name].tolist(),
+                looks=self.looks,
+                horizon=self._horizon,
+                confidence=params.confidence,
+                family=self.family,
+                reopen_sd=params.reopen_sd,
+            )
             if not sequential.clear(gain, n, sure):
                 return False
         return True
