@@ -17,6 +17,7 @@ from tasks.exported import Notes
 
 FILE = "package.pt2"
 TIMEOUT_S = 300
+FROZEN = (True, False)
 
 
 def compile_package(module: torch.fx.GraphModule, notes: Notes, path: Path, threads: int) -> str | None:
@@ -26,8 +27,9 @@ def compile_package(module: torch.fx.GraphModule, notes: Notes, path: Path, thre
     """
     inputs, reason = examples(notes, 2, "cpu"), None
     with torch.no_grad():
-        for frozen in (True, False):
-            config = {"cpp.threads": threads, "freezing": frozen}
+        for frozen in FROZEN:
+            # Packaging writes into the process's own `metadata` otherwise, which is part of every later cache's key.
+            config = {"cpp.threads": threads, "freezing": frozen, "aot_inductor.metadata": {}}
             try:
                 program = torch.export.export(
                     module, tuple(inputs), dynamic_shapes=exported.dynamic_shapes(notes.inputs, notes.axes)

@@ -151,10 +151,11 @@ def test_on_the_cpu_an_lstm_is_onednns(source: Any) -> None:
 
 @pytest.fixture(scope="module")
 def program_engine(source: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An engine on the CPU of the form that a GPU's has: a program and its caches, since no package could be had."""
+    """An engine on the CPU of the form that a GPU's has: a program and its caches, made after a package that failed."""
     folder = tmp_path_factory.mktemp("engines") / "program"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inductor_package, "compile_package", lambda *_: "a fresh process doesn't load it: killed")
+        patch.setattr(inductor_package, "FROZEN", (False,))
+        patch.setattr(inductor_package, "unproven", lambda *_: "a fresh process doesn't load it: killed")
         torch.use_deterministic_algorithms(
             True, warn_only=True
         )  # As training does, in a process that goes on to build.
