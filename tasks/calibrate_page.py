@@ -6,8 +6,10 @@ from dataclasses import asdict
 
 from tasks import monitor
 from tasks.beside import WITHIN, Beside
-from tasks.calibrate import PLANTED, SAME, Calibration, Tally
+from tasks.calibrate import PLANTED, SAME, Calibration
 from tasks.monitor import Conditions
+from tasks.openings import FEWEST
+from tasks.trials import Tally
 
 ALLOWED = 0.05
 ENOUGH = 100
@@ -32,6 +34,7 @@ def page(found: Calibration) -> str:
         f"| engine | {found.engine}, backend {found.backend} |",
         "",
         *_same(found),
+        *_openings(found),
         *_power(found.power),
         *_early(found),
         *_beside(found.beside),
@@ -51,8 +54,8 @@ def _same(found: Calibration) -> list[str]:
         "## The same engine twice",
         "",
         f"The two are {opened}. Any verdict is a false one; at most {ALLOWED:.0%} may be, whatever the stopping rule "
-        f"did: {SAME.rounds} to {SAME.max_rounds} rounds, windows of {SAME.window_ms:g} ms; here and below intervals "
-        f"allow for openings that differ by {SAME.reopen_sd:.1%} (`reopen_sd`).",
+        f"did: {SAME.rounds} to {SAME.max_rounds} rounds, windows of {SAME.window_ms:g} ms, the {found.clock}'s clock; "
+        f"here and below intervals allow for openings that differ by {SAME.reopen_sd:.1%} (`reopen_sd`).",
         "",
     ]
     if found.same is None:
@@ -63,11 +66,30 @@ def _same(found: Calibration) -> list[str]:
     return [*lines, *_table([found.same], "false verdicts"), "", f"At most {ALLOWED:.0%}: {told}.", ""]
 
 
+def _openings(found: Calibration) -> list[str]:
+    """How far openings differ, beside what is assumed."""
+    lines = ["## Openings of one engine", ""]
+    o, assumed = found.openings, SAME.reopen_sd
+    if o is None:
+        return [*lines, f"Not reached: {FEWEST} openings are needed.", ""]
+    how = "both opened anew for each" if found.reopened else "one opened anew for each, the other once"
+    covered = "is enough" if o.sd.high <= assumed else "may be too little" if o.sd.low <= assumed else "is TOO LITTLE"
+    return [
+        *lines,
+        f"The ratio of one engine's latencies in two openings differs from 1 by {o.sd.value:.2%} "
+        f"[{o.sd.low:.2%}, {o.sd.high:.2%}] (standard deviation, interval at 95 %), beyond the {o.noise:.2%} of "
+        f"noise that the rounds of one measurement tell (standard error, median): {o.trials} measurements, {how}. This "
+        f"is what `benchmark.reopen_sd` stands for; {assumed:.1%}, assumed by default, {covered} for this engine here.",
+        "",
+    ]
+
+
 def _power(tallies: list[Tally]) -> list[str]:
     lines = [
         "## Planted differences",
         "",
-        "One of the two waits, busily, for a known share of each call. The share of measurements that find it slower: "
+        "One of the two waits, busily, for a known share of each call, by the host's clock. The share of measurements "
+        "that find it slower: "
         f"{PLANTED.rounds} to {PLANTED.max_rounds} rounds, windows of {PLANTED.window_ms:g} ms, a third of a "
         "benchmark's, so that a benchmark finds rather more.",
         "",

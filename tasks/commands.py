@@ -14,6 +14,8 @@ from tasks.errors import Fault
 from tasks.files import atomic, read_json, write_json
 from tasks.settings import BenchmarkParams
 
+Clock = Annotated[str, typer.Option(help="host: a call as seen from here; device: the GPU's own time.")]
+
 
 def bench(
     engines: Annotated[list[Path], typer.Argument(help="Engine folders; the first is what others are held against.")],
@@ -21,12 +23,11 @@ def bench(
     batch: Annotated[int, typer.Option(help="Samples per call.", min=1)] = 1,
     length: Annotated[int | None, typer.Option(help="Entries along a dynamic axis.", min=1)] = None,
     budget_s: Annotated[float, typer.Option(help="Seconds for each engine after the first.", min=0.1)] = 8.0,
-    clock: Annotated[str, typer.Option(help="host: a call as seen from here; device: the GPU's own time.")] = "host",
+    clock: Clock = "host",
     json: Annotated[Path | None, typer.Option(help="Write the report to this file as well.")] = None,
 ) -> None:
     """Compare engine folders directly, in common rounds, outside the pipeline. Ctrl-C prints what was measured."""
-    if clock not in ("host", "device"):
-        raise Fault("--clock is none", got=clock, expected="host or device", do="name one of these")
+    _check_clock(clock)
     from tasks import bench as module
 
     settings = BenchmarkParams.model_validate({"batch": batch, "length": length, "budget_s": budget_s, "clock": clock})
@@ -43,16 +44,21 @@ def calibrate(
     quick: Annotated[bool, typer.Option("--quick", help="20 trials, 5 of each difference, one minute.")] = False,
     budget_s: Annotated[float, typer.Option(help="Seconds for all; parts that take longer make fewer.", min=1)] = 540,
     engine: Annotated[Path | None, typer.Option(help="An engine's folder; a tiny one is made without.")] = None,
+    openings: Annotated[int, typer.Option(help="Openings of an engine that takes over 0.1 s to open.", min=1)] = 12,
+    clock: Clock = "host",
     write: Annotated[Path | None, typer.Option(help="Write the page to this file; it is printed in any case.")] = None,
 ) -> None:
     """Show on this machine how often the measurement errs, and what it finds. Ctrl-C keeps what is done."""
+    _check_clock(clock)
     from tasks import calibrate as module
     from tasks import calibrate_page
 
     if quick:
         trials, planted, budget_s = 20, 5, 60.0
     with machine.hold(True), tempfile.TemporaryDirectory() as scratch:
-        found = module.calibrate(trials, planted, engine, budget_s, Path(scratch), _tell)
+        found = module.calibrate(
+            trials, planted, engine, budget_s, Path(scratch), _tell, openings=openings, clock=clock
+        )
     text = calibrate_page.page(found)
     if write:
         with atomic(write) as part:
@@ -120,6 +126,11 @@ def _numbers(option: str, text: str) -> list[int]:
 
 def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def _check_clock(clock: str) -> None:
+    if clock not in ("host", "device"):
+        raise Fault("--clock is none", got=clock, expected="host or device", do="name one of these")
 
 
 def _console() -> Any:

@@ -81,7 +81,7 @@ class Measurement:
         fastest: bool = False,
         disturbed: Disturbed | None = None,
     ) -> None:
-        _check(sessions, params.clock)
+        require_clock(sessions, params.clock)
         self.sessions, self.params, self.family, self.fastest = sessions, params, family, fastest
         many = 2 * last_level_cache_bytes()
         self.pool = inputs if isinstance(inputs, list) else make_pool(inputs, params.batch, many)
@@ -261,7 +261,7 @@ class Measurement:
         )
 
 
-def _check(sessions: Mapping[str, Session], clock: str) -> None:
+def require_clock(sessions: Mapping[str, Session], clock: str) -> None:
     """Raise Fault if there is nothing to time, a session can't be synchronized, or one has not the clock asked for."""
     if not sessions:
         raise Fault("nothing to time", got="no engine", expected="at least one", do="name one")

@@ -12,13 +12,17 @@ import pytest
 from tasks import __main__ as command
 from tasks import beside
 from tasks import calibrate as module
+from tasks import trials as trials_module
 from tasks.beside import side_by_side
-from tasks.calibrate import Tally, Trials, calibrate, early, make_bed
+from tasks.calibrate import calibrate, early
 from tasks.calibrate_page import page
-from tasks.planted import tiny_engine
+from tasks.errors import Fault
+from tasks.openings import Openings
+from tasks.planted import Slowed, tiny_engine
 from tasks.settings import BenchmarkParams
 from tasks.stats import Interval
 from tasks.target import fingerprint
+from tasks.trials import Bed, Tally, Trials, make_bed
 
 QUICK = BenchmarkParams(rounds=8, max_rounds=8, window_ms=3, warmup_ms=5, max_lost=1000)
 
@@ -57,6 +61,35 @@ def test_no_time_left_ends_the_trials_after_one(bed: Any) -> None:
     tally = trials.tally()
     assert tally is not None
     assert (tally.trials, tally.asked) == (1, 50)
+
+
+def counted(bed: Bed) -> tuple[Bed, list[int]]:
+    opened: list[int] = []
+    return replace(bed, open=lambda: (opened.append(1), bed.open())[1]), opened
+
+
+@pytest.mark.parametrize(("kept", "opened"), [(0, 12), (1, 7), (2, 2)])
+def test_sessions_are_kept_open_or_opened_anew_for_each_trial(bed: Any, kept: int, opened: int) -> None:
+    counting, calls = counted(bed)
+    trials = Trials(0.0, 6, QUICK, 60.0, kept=kept)
+    trials.run(counting, lambda _: None)
+    assert len(calls) == opened
+    found = trials.openings()
+    assert (found is None) == (kept == 2)
+    assert all(error > 0 for error in trials.errors) and len(trials.errors) == 6
+    if found:
+        assert found.trials == 6 and found.sd.low <= found.sd.value <= found.sd.high
+
+
+def test_openings_that_differ_are_told_though_no_round_tells_them(bed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each opening is slower than the first by a share of its own, which all of its rounds have."""
+    shares = iter([0.0, 0.0, 0.4, 0.1, 0.3, 0.0, 0.4, 0.2])
+    slowed = replace(bed, open=lambda: Slowed(bed.open(), next(shares)))
+    trials = Trials(0.0, 7, QUICK, 60.0, kept=1)
+    trials.run(slowed, lambda _: None)
+    found = trials.openings()
+    assert found is not None
+    assert 0.08 < found.sd.value < 0.5
 
 
 def test_a_runner_that_returns_early_is_timed_at_its_true_length() -> None:
@@ -114,6 +147,40 @@ def test_what_was_not_reached_is_said(tmp_path: Path, quick: None) -> None:
     bare = calibrate(1, 1, None, 0.1, tmp_path, lambda _: None)
     text = page(replace(bare, same=None, power=[], early=None, beside=[], interrupted=True))
     assert text.count("Not reached.") == 4
+    assert "Not reached: 5 openings are needed." in text
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "told"),
+    [(0.001, 0.006, "is enough"), (0.004, 0.02, "may be too little"), (0.01, 0.03, "is TOO LITTLE")],
+)
+def test_the_page_holds_the_openings_against_what_is_assumed(
+    tmp_path: Path, quick: None, low: float, high: float, told: str
+) -> None:
+    bare = calibrate(1, 1, None, 0.1, tmp_path, lambda _: None)
+    text = page(replace(bare, openings=Openings(Interval((low + high) / 2, low, high), 0.002, 12)))
+    assert f"[{low:.2%}, {high:.2%}]" in text
+    assert f"0.7%, assumed by default, {told} for this engine here" in text
+
+
+def test_an_engine_slow_to_open_has_a_part_for_its_openings(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trials_module, "QUICK_OPEN_S", 0.0)
+    said: list[str] = []
+    found = calibrate(1, 1, None, 20.0, tmp_path, said.append, openings=5)
+    assert not found.reopened
+    assert found.openings is not None and found.openings.trials == 5
+    assert "5 measurements, one opened anew for each, the other once" in page(found)
+    assert any(line.startswith("openings: ") for line in said)
+
+
+def test_a_clock_that_the_engine_does_not_have_is_said_before_anything_is_measured(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "early", lambda *_: pytest.fail("measured"))
+    with pytest.raises(Fault, match="device needs engines that run on a GPU"):
+        calibrate(1, 1, None, 1.0, tmp_path, lambda _: None, clock="device")
 
 
 def test_the_command_writes_its_page(
