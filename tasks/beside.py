@@ -1,4 +1,4 @@
-"""Other timers beside ours, in one run: ONNX Runtime's profiler, torch.utils.benchmark, CUDA events by hand."""
+"""Other timers beside ours, in one run: ONNX Runtime's profiler, torch.utils.benchmark, CUDA events, bare calls."""
 
 from __future__ import annotations
 
@@ -63,6 +63,11 @@ def side_by_side(
         if hasattr(session, "device_ms"):
             what = f"torch.cuda.Event around {DEVICE_CALLS} launches of the same session, median"
             timers["CUDA events by hand"] = (what, _by_events(cast(DeviceSession, session)))
+        if hasattr(session, "bare"):
+            timers["bare calls"] = (
+                "the backend's own call of the same opened engine, without our session, median",
+                _bare_on_gpu(session) if hasattr(session, "device_ms") else _bare_on_cpu(session),
+            )
         pairs, thrown = _rounds(timers, pool, budget_s)
         if profiled:
             runs = profiled.milliseconds()
@@ -124,26 +129,61 @@ def _by_torch(session: Session) -> Timer:
 
 
 def _by_events(session: DeviceSession) -> Timer:
-    import torch
-
-    held = cast(Any, session)
-    stream = torch.cuda.ExternalStream(held.stream.handle)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    between = _events(session)
 
     def by_hand(batch: Arrays) -> float:
         session.load(batch)
-        start.record(stream)
-        for _ in range(DEVICE_CALLS):
-            session.launch()
-        end.record(stream)
-        end.synchronize()
-        return float(start.elapsed_time(end)) / DEVICE_CALLS
+        return between(session.launch)
 
     def timer(batches: list[Arrays]) -> tuple[float, float]:
         theirs = _median([by_hand(batch) for batch in batches])
         return _median([timed_call(session, batch, "device") for batch in batches]), theirs
 
     return timer
+
+
+def _bare_on_cpu(session: Any) -> Timer:
+    def by_hand(batch: Arrays) -> float:
+        with session.bare(batch) as call:
+            start = time.perf_counter()
+            call()
+            return (time.perf_counter() - start) * 1e3
+
+    def timer(batches: list[Arrays]) -> tuple[float, float]:
+        theirs = _median([by_hand(batch) for batch in batches])
+        return _median([timed_call(session, batch) for batch in batches]), theirs
+
+    return timer
+
+
+def _bare_on_gpu(session: Any) -> Timer:
+    """Each round has the bare call on the first of its batches: a graph is captured for it."""
+    between = _events(session)
+
+    def timer(batches: list[Arrays]) -> tuple[float, float]:
+        with session.bare(batches[0]) as call:
+            theirs = _median([between(call) for _ in batches])
+        return _median([timed_call(session, batches[0], "device") for _ in batches]), theirs
+
+    return timer
+
+
+def _events(session: Any) -> Callable[[Callable[[], object]], float]:
+    """What gives the GPU's milliseconds of one of so many launches, between two of PyTorch's events."""
+    import torch
+
+    stream = torch.cuda.ExternalStream(session.stream.handle)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def between(launch: Callable[[], object]) -> float:
+        start.record(stream)
+        for _ in range(DEVICE_CALLS):
+            launch()
+        end.record(stream)
+        end.synchronize()
+        return float(start.elapsed_time(end)) / DEVICE_CALLS
+
+    return between
 
 
 def _median(values: Sequence[float] | np.ndarray) -> float:

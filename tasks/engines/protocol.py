@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Protocol, Self, cast
+from typing import Any, Protocol, Self, cast
 
 from tasks import manifest
 from tasks.errors import Fault, Unavailable
@@ -52,6 +53,17 @@ class DeviceSession(Session, Protocol):
     def launch(self) -> None: ...
     def fetch(self) -> Arrays: ...
     def device_ms(self, calls: int) -> float: ...
+
+
+class BareSession(Session, Protocol):
+    """A session that lends the backend's own call of its engine, to be timed beside its own.
+
+    In the block, `bare(batch)` is a call without arguments that runs the engine on that batch with nothing of the
+    session's around: on the CPU until it is done, on a GPU started on the session's `stream`. What it returns are the
+    outputs, in order or by name, and valid until the next call.
+    """
+
+    def bare(self, batch: Arrays) -> AbstractContextManager[Callable[[], Any]]: ...
 
 
 @dataclass(frozen=True)

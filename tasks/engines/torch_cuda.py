@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 
 from tasks.engines.cuda import CudaSession, Shapes
@@ -13,6 +14,7 @@ from tasks.engines.cuda_memory import Buffer
 from tasks.engines.torch_forms import flags
 from tasks.engines.torch_session import Function
 from tasks.manifest import Manifest
+from tasks.workloads.protocol import Arrays
 
 WARM_UP = 3
 
@@ -57,18 +59,48 @@ class TorchCudaSession(CudaSession):
         self.stream.synchronize()
         if not self._graphed:
             return eager
-        graph = torch.cuda.CUDAGraph()
-        with (
-            self._at_torch(),
-            torch.cuda.graph(graph, stream=self._torch_stream, capture_error_mode="thread_local"),
-        ):
-            once()
+        with self._at_torch():
+            graph = self._captured(once)
 
         def replay() -> None:
             with torch.cuda.stream(self._torch_stream):
                 graph.replay()
 
         return replay
+
+    @contextlib.contextmanager
+    def bare(self, batch: Arrays) -> Iterator[Callable[[], dict[str, torch.Tensor]]]:
+        """PyTorch's call on tensors of its own, or the replay of a graph of it; see `BareSession`."""
+        assert self._find is not None
+        call = self._find({name: batch[name].shape for name in (spec.name for spec in self.inputs)})
+        with self._at_torch():
+            inputs = [torch.from_numpy(np.ascontiguousarray(batch[spec.name])).cuda() for spec in self.inputs]
+            for _ in range(WARM_UP):
+                results = call(*inputs)
+            self._torch_stream.synchronize()
+            if not self._graphed:
+                yield lambda: call(*inputs)
+                return
+
+            def once() -> None:
+                nonlocal results
+                results = call(*inputs)
+
+            graph = self._captured(once)
+
+            def replay() -> dict[str, torch.Tensor]:
+                graph.replay()
+                return results
+
+            yield replay
+            self._torch_stream.synchronize()
+
+    def _captured(self, once: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """A graph of `once`, which has run before, on the session's stream."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self._torch_stream, capture_error_mode="thread_local"):
+            once()
+        return graph
 
     @contextlib.contextmanager
     def _at_torch(self) -> Iterator[None]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -34,6 +35,13 @@ class CpuSession:
         with flags("cpu", self._precision, self._threads), torch.inference_mode():
             outputs = self._call(*(torch.from_numpy(np.ascontiguousarray(batch[s.name])) for s in self.inputs))
         return {spec.name: outputs[spec.name].numpy() for spec in self.outputs}
+
+    @contextlib.contextmanager
+    def bare(self, batch: Arrays) -> Iterator[Callable[[], dict[str, torch.Tensor]]]:
+        """PyTorch's call on tensors of a batch; see `BareSession`."""
+        tensors = [torch.from_numpy(np.ascontiguousarray(batch[s.name])) for s in self.inputs]
+        with flags("cpu", self._precision, self._threads), torch.inference_mode():
+            yield lambda: self._call(*tensors)
 
     def synchronize(self) -> None:
         """Calls on the CPU return when they are done."""

@@ -218,6 +218,11 @@ def test_on_a_gpu_a_form_computes_what_the_model_does(
         inputs, _ = proof.load(proofs)
         session.load(inputs)
         assert 0 < session.device_ms(10) < 100
+        want = session.run(inputs)
+        with session.bare(inputs) as call:
+            for _ in range(2):
+                got = {key: value.cpu().numpy() for key, value in call().items()}
+                assert all(np.array_equal(got[key], want[key]) for key in want)
         assert session.memory_bytes > 0
 
 

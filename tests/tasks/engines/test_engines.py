@@ -209,6 +209,20 @@ def test_a_session_says_what_it_takes_and_where_it_runs(case: Case, session: Any
     assert session.device == described.device
 
 
+def test_the_bare_call_computes_what_the_session_does(case: Case, session: Any) -> None:
+    if not hasattr(session, "bare"):
+        pytest.skip(f"a session of {case.backend} launches the backend's own call and nothing else")
+    inputs = case.samples(3)
+    want = session.run(inputs)
+    with session.bare(inputs) as call:
+        for _ in range(2):
+            got = call()
+            session.synchronize()
+            values = list(got.values()) if isinstance(got, dict) else got
+            for spec, value in zip(session.outputs, values, strict=True):
+                assert np.array_equal(np.asarray(torch.as_tensor(value).cpu()), want[spec.name])
+
+
 def test_results_are_not_overwritten_by_the_next_call(case: Case, session: Any) -> None:
     name, inputs = case.task.OUTPUTS[0], case.samples(4)
     first = session.run({k: v[:2] for k, v in inputs.items()})[name]
