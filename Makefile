@@ -20,6 +20,8 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export MLFLOW_TRACKING_URI ?=
 unexport PYTHONPATH
 
+# One machine, measured: nothing beside it.
+.NOTPARALLEL:
 .PHONY: help run test setup elpv repro ui server worker deploy clean
 .DEFAULT_GOAL := help
 

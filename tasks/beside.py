@@ -13,7 +13,7 @@ import numpy as np
 
 from tasks import manifest
 from tasks.disturbance import Host, settle
-from tasks.engines.protocol import DeviceSession, Session
+from tasks.engines.protocol import BareSession, DeviceSession, Session
 from tasks.planted import Profiled
 from tasks.stats import Interval, ratio
 from tasks.timing import DEVICE_CALLS, timed_call
@@ -65,8 +65,8 @@ def side_by_side(
             timers["CUDA events by hand"] = (what, _by_events(cast(DeviceSession, session)))
         if hasattr(session, "bare"):
             timers["bare calls"] = (
-                "the backend's own call of the same opened engine, without our session, median",
-                _bare_on_gpu(session) if hasattr(session, "device_ms") else _bare_on_cpu(session),
+                "the backend's own call of the same opened engine, median: the rest is what our session costs",
+                _bare(cast(BareSession, session)),
             )
         pairs, thrown = _rounds(timers, pool, budget_s)
         if profiled:
@@ -142,30 +142,26 @@ def _by_events(session: DeviceSession) -> Timer:
     return timer
 
 
-def _bare_on_cpu(session: Any) -> Timer:
-    def by_hand(batch: Arrays) -> float:
-        with session.bare(batch) as call:
-            start = time.perf_counter()
-            call()
-            return (time.perf_counter() - start) * 1e3
+def _bare(session: BareSession) -> Timer:
+    """By the host's clock; on a GPU by its own, where a graph is captured for the first batch of each round."""
+    on_gpu = hasattr(session, "device_ms")
+    between, clock = (_events(session), "device") if on_gpu else (_by_host, "host")
 
     def timer(batches: list[Arrays]) -> tuple[float, float]:
-        theirs = _median([by_hand(batch) for batch in batches])
-        return _median([timed_call(session, batch) for batch in batches]), theirs
+        used, theirs = [batches[0]] if on_gpu else batches, []
+        for batch in used:
+            with session.bare(batch) as call:
+                theirs += [between(call) for _ in range(len(batches) // len(used))]
+            del call
+        return _median([timed_call(session, used[i % len(used)], clock) for i in range(len(batches))]), _median(theirs)
 
     return timer
 
 
-def _bare_on_gpu(session: Any) -> Timer:
-    """Each round has the bare call on the first of its batches: a graph is captured for it."""
-    between = _events(session)
-
-    def timer(batches: list[Arrays]) -> tuple[float, float]:
-        with session.bare(batches[0]) as call:
-            theirs = _median([between(call) for _ in batches])
-        return _median([timed_call(session, batches[0], "device") for _ in batches]), theirs
-
-    return timer
+def _by_host(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e3
 
 
 def _events(session: Any) -> Callable[[Callable[[], object]], float]:

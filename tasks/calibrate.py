@@ -83,9 +83,8 @@ def calibrate(
     described, waited, compared, interrupted = manifest.read(bed.folder, trusted=False), None, [], False
     with Monitor((described.device,), SAME) as watch:
         kept, same_s = 0 if bed.reopen else 2, SAME_SHARE * budget_s
-        opened_s = 0.0 if bed.reopen else OPENINGS_SHARE * same_s
-        same = Trials(0.0, trials, same_params, same_s - opened_s, watch.disturbed, kept)
-        opened = same if bed.reopen else Trials(0.0, openings, same_params, opened_s, watch.disturbed, 1)
+        same = Trials(0.0, trials, same_params, same_s, watch.disturbed, kept)
+        opened = same if bed.reopen else Trials(0.0, openings, same_params, OPENINGS_SHARE * same_s, watch.disturbed, 1)
         each_s = POWER_SHARE * budget_s / len(DIFFERENCES)
         power = [Trials(d, planted, PLANTED, each_s, watch.disturbed, kept) for d in DIFFERENCES]
         try:
@@ -93,7 +92,9 @@ def calibrate(
             larger = bed if engine else make_bed(tiny_engine(scratch, 1024, 12), made=True)
             tell("other timers beside ours")
             compared = beside.side_by_side(larger.folder, larger.open, larger.pool, BESIDE_SHARE * budget_s, scratch)
-            for part in dict.fromkeys((same, opened, *power)):
+            if opened is not same:
+                same.seconds -= opened.run(bed, tell)
+            for part in (same, *power):
                 part.run(bed, tell)
         except KeyboardInterrupt:
             interrupted = True

@@ -72,11 +72,15 @@ def _openings(found: Calibration) -> list[str]:
     o, assumed = found.openings, SAME.reopen_sd
     if o is None:
         return [*lines, f"Not reached: {FEWEST} openings are needed.", ""]
-    how = "both opened anew for each" if found.reopened else "one opened anew for each, the other once"
+    if found.reopened:
+        how, about = "both opened anew for each", "differs from 1 by"
+    else:
+        how = "one opened anew for each, the other once, so that a constant shift between the two isn't in it"
+        about = "scatters about its mean by"
     covered = "is enough" if o.sd.high <= assumed else "may be too little" if o.sd.low <= assumed else "is TOO LITTLE"
     return [
         *lines,
-        f"The ratio of one engine's latencies in two openings differs from 1 by {o.sd.value:.2%} "
+        f"The ratio of one engine's latencies in two openings in one process {about} {o.sd.value:.2%} "
         f"[{o.sd.low:.2%}, {o.sd.high:.2%}] (standard deviation, interval at 95 %), beyond the {o.noise:.2%} of "
         f"noise that the rounds of one measurement tell (standard error, median): {o.trials} measurements, {how}. This "
         f"is what `benchmark.reopen_sd` stands for; {assumed:.1%}, assumed by default, {covered} for this engine here.",

@@ -12,6 +12,8 @@ from scipy.special import chdtri
 from tasks.stats import Interval
 
 FEWEST, CONFIDENCE = 5, 0.95
+# Rounds that all agree, by a coarse clock, don't know their ratio better than this.
+LEAST_ERROR = 1e-6
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,10 @@ def spread(ratios: Sequence[float], errors: Sequence[float], kept: bool) -> Open
     (Paule and Mandel 1982, J. Res. NBS 87:377), within the interval of the Q-profile method (Viechtbauer 2007,
     Statistics in Medicine 26:37); a noisy trial counts for little. If both engines were opened for each trial, it is
     taken about a ratio of 1, so that a shift between the first and the second counts. If one was `kept` open
-    throughout, it is taken about the mean, and doubled, since only the other one varied. None for fewer than five.
+    throughout, it is taken about the mean, and doubled, since only the other one varied: a shift isn't in it.
+    None for fewer than five.
     """
-    logs, own, n = np.log(np.asarray(ratios, float)), np.asarray(errors, float) ** 2, len(ratios)
+    logs, own, n = np.log(np.asarray(ratios, float)), np.maximum(errors, LEAST_ERROR) ** 2, len(ratios)
     if n < FEWEST:
         return None
     free = n - kept

@@ -77,8 +77,8 @@ class Trials:
     busy: int = 0
     discarded: int = 0
 
-    def run(self, bed: Bed, tell: Tell) -> None:
-        """Make the trials, as far as the time allows; at least one."""
+    def run(self, bed: Bed, tell: Tell) -> float:
+        """Make the trials, as far as the time allows, at least one; the seconds that it took."""
         start = time.monotonic()
         with ExitStack() as kept:
             held = [kept.enter_context(bed.open()) for _ in range(self.kept)]
@@ -91,6 +91,7 @@ class Trials:
                 if done % max(1, self.asked // 20) == 0:
                     left = min(taken / done * (self.asked - done), self.seconds - taken)
                     tell(f"{self.named}: {done} of {self.asked}, about {left:.0f} s left of this part")
+        return time.monotonic() - start
 
     @property
     def named(self) -> str:

@@ -71,29 +71,28 @@ class TorchCudaSession(CudaSession):
     @contextlib.contextmanager
     def bare(self, batch: Arrays) -> Iterator[Callable[[], dict[str, torch.Tensor]]]:
         """PyTorch's call on tensors of its own, or the replay of a graph of it; see `BareSession`."""
-        assert self._find is not None
-        call = self._find({name: batch[name].shape for name in (spec.name for spec in self.inputs)})
-        with self._at_torch():
+        with self._at_work(), self._at_torch():
+            assert self._find is not None
+            call = self._find({spec.name: batch[spec.name].shape for spec in self.inputs})
             inputs = [torch.from_numpy(np.ascontiguousarray(batch[spec.name])).cuda() for spec in self.inputs]
             for _ in range(WARM_UP):
                 results = call(*inputs)
             self._torch_stream.synchronize()
-            if not self._graphed:
-                yield lambda: call(*inputs)
-                return
 
             def once() -> None:
                 nonlocal results
                 results = call(*inputs)
 
-            graph = self._captured(once)
+            again = self._captured(once).replay if self._graphed else once
 
-            def replay() -> dict[str, torch.Tensor]:
-                graph.replay()
+            def run() -> dict[str, torch.Tensor]:
+                again()
                 return results
 
-            yield replay
-            self._torch_stream.synchronize()
+            try:
+                yield run
+            finally:
+                self._torch_stream.synchronize()
 
     def _captured(self, once: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """A graph of `once`, which has run before, on the session's stream."""

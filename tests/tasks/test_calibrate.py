@@ -81,12 +81,12 @@ def test_sessions_are_kept_open_or_opened_anew_for_each_trial(bed: Any, kept: in
         assert found.trials == 6 and found.sd.low <= found.sd.value <= found.sd.high
 
 
-def test_openings_that_differ_are_told_though_no_round_tells_them(bed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openings_that_differ_are_told_though_no_round_tells_them(bed: Any) -> None:
     """Each opening is slower than the first by a share of its own, which all of its rounds have."""
     shares = iter([0.0, 0.0, 3.0, 0.5, 2.0, 0.0, 4.0, 1.0])
-    slowed = replace(bed, open=lambda: Slowed(bed.open(), next(shares)))
-    trials = Trials(0.0, 7, QUICK, 60.0, kept=1)
-    trials.run(slowed, lambda _: None)
+    with bed.open() as session:
+        trials = Trials(0.0, 7, QUICK, 60.0, kept=1)
+        trials.run(replace(bed, open=lambda: Slowed(session, next(shares))), lambda _: None)
     found = trials.openings()
     assert found is not None
     assert 0.3 < found.sd.value < 2
@@ -168,11 +168,12 @@ def test_an_engine_slow_to_open_has_a_part_for_its_openings(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trials_module, "QUICK_OPEN_S", 0.0)
+    monkeypatch.setattr(module, "OPENINGS_SHARE", 100.0)  # No end but the number asked for.
     said: list[str] = []
     found = calibrate(1, 1, None, 20.0, tmp_path, said.append, openings=5)
     assert not found.reopened
     assert found.openings is not None and found.openings.trials == 5
-    assert "5 measurements, one opened anew for each, the other once" in page(found)
+    assert "5 measurements, one opened anew for each, the other once, so that a constant shift" in page(found)
     assert any(line.startswith("openings: ") for line in said)
 
 

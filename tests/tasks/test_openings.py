@@ -65,5 +65,13 @@ def test_a_shift_counts_where_both_were_opened_and_not_where_one_was_kept() -> N
     assert kept.sd.value < 0.002
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_rounds_that_all_agree_are_taken_as_very_sure(kept: bool) -> None:
+    found = spread([1.0, 1.01, 0.99, 1.0, 1.01], [0.0, 0.01, 0.0, 0.0, 0.01], kept)
+    assert found is not None and 0.002 < found.sd.value < 0.05
+    same = spread([1.0] * 5, [0.0] * 5, kept)
+    assert same is not None and same.sd.value == 0
+
+
 def test_few_openings_tell_nothing() -> None:
     assert spread([1.0, 1.01, 0.99, 1.0], [0.001] * 4, False) is None

@@ -218,9 +218,10 @@ def test_the_bare_call_computes_what_the_session_does(case: Case, session: Any) 
         for _ in range(2):
             got = call()
             session.synchronize()
-            values = list(got.values()) if isinstance(got, dict) else got
-            for spec, value in zip(session.outputs, values, strict=True):
-                assert np.array_equal(np.asarray(torch.as_tensor(value).cpu()), want[spec.name])
+            values = got if isinstance(got, dict) else dict(zip((o.name for o in session.outputs), got, strict=True))
+            assert values.keys() == want.keys()
+            for name, value in values.items():
+                assert np.array_equal(np.asarray(torch.as_tensor(value).cpu()), want[name])
 
 
 def test_results_are_not_overwritten_by_the_next_call(case: Case, session: Any) -> None:

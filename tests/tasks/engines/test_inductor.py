@@ -163,6 +163,7 @@ def program_engine(source: Any, tmp_path_factory: pytest.TempPathFactory) -> Pat
             engine(source("tiny"), folder, opt_batch=1)
         finally:
             torch.use_deterministic_algorithms(False)
+    assert torch._inductor.config.aot_inductor.metadata == {}, "part of the key of every later cache"
     return folder
 
 
