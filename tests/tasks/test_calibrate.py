@@ -50,7 +50,7 @@ def test_a_planted_half_is_found_and_its_size_too(bed: Any) -> None:
     assert tally is not None
     assert (tally.trials, tally.asked) == (6, 6)
     assert tally.verdicts >= 4
-    assert tally.ratio == pytest.approx(1.5, rel=0.15)
+    assert 1.2 < tally.ratio < 2.2
     assert said[0].startswith("slowed by 50%: 1 of 6, about ")
 
 
