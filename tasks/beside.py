@@ -152,7 +152,6 @@ def _bare(session: BareSession) -> Timer:
         for batch in used:
             with session.bare(batch) as call:
                 theirs += [between(call) for _ in range(len(batches) // len(used))]
-            del call
         return _median([timed_call(session, used[i % len(used)], clock) for i in range(len(batches))]), _median(theirs)
 
     return timer

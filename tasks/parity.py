@@ -12,6 +12,7 @@ from torch import nn
 from tasks import onnx_file
 from tasks.errors import Fault
 from tasks.fit import eval_mode, forward, tensors
+from tasks.proof import rms
 from tasks.workloads import protocol
 from tasks.workloads.protocol import Arrays, Workload
 
@@ -74,11 +75,11 @@ def _parts(task: Workload, samples: Arrays) -> Iterator[tuple[str, Arrays]]:
 def _of_output(name: str, runs: list[tuple[str, np.ndarray, np.ndarray]], quantized: bool) -> float:
     """An output's largest difference over runs of (size, expected, got); Fault if it is too large."""
     tolerance = QUANTIZED_TOLERANCE if quantized else TOLERANCE
-    whole = _rms(np.concatenate([expected.ravel() for _, expected, _ in runs])) or 1.0
+    whole = rms(np.concatenate([expected.ravel() for _, expected, _ in runs])) or 1.0
     worst = 0.0
     for size, expected, got in runs:
         difference = (
-            _rms(got - expected) / whole if quantized else _largest(got - expected) / (_largest(expected) or 1.0)
+            rms(got - expected) / whole if quantized else _largest(got - expected) / (_largest(expected) or 1.0)
         )
         if not difference <= tolerance:
             raise Fault(
@@ -93,7 +94,3 @@ def _of_output(name: str, runs: list[tuple[str, np.ndarray, np.ndarray]], quanti
 
 def _largest(values: np.ndarray) -> float:
     return float(np.abs(values).max())
-
-
-def _rms(values: np.ndarray) -> float:
-    return float(np.sqrt(np.mean(values.astype(np.float64) ** 2)))

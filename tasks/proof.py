@@ -103,7 +103,7 @@ def check(session: Session, folder: Path, precision: str, max_batch: int) -> lis
     tolerance = TOLERANCE.get(precision, TOLERANCE["fp32"])
     for part in (WHOLE, HALF):
         inputs, expected = load(folder, part)
-        scales = {name: _rms(value) or 1.0 for name, value in expected.items()}
+        scales = {name: rms(value) or 1.0 for name, value in expected.items()}
         for batch, rows in _batches(len(next(iter(inputs.values()), ())), max_batch):
             got = session.run({name: np.ascontiguousarray(value[rows]) for name, value in inputs.items()})
             for name, value in expected.items():
@@ -131,7 +131,8 @@ def _differences(got: np.ndarray, expected: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(found), found, np.inf)
 
 
-def _rms(values: np.ndarray) -> float:
+def rms(values: np.ndarray) -> float:
+    """The root of the mean square."""
     return float(np.sqrt(np.mean(values.astype(np.float64) ** 2)))
 
 

@@ -22,7 +22,6 @@ from tasks.target import last_level_cache_bytes
 from tasks.timing import make_pool
 from tasks.workloads.protocol import Arrays
 
-PLAIN = 0.95
 QUICK_OPEN_S = 0.1
 Tell = Callable[[str], None]
 
@@ -57,7 +56,7 @@ class Bed:
     reopen: bool
 
 
-@dataclass(eq=False)
+@dataclass
 class Trials:
     """Measurements of an engine against itself, one of the two slowed by `planted`; they can be broken off.
 
@@ -131,9 +130,9 @@ class Trials:
         n = len(timings["plain"].medians)
         clear = sequential.clear(gain, n, measure.confidence_of(timings["plain"], params.confidence))
         self.right.append(clear and (gain.low > 1 or not self.planted))
-        plain = ratio(np.array(timings["plain"].medians), np.array(timings["slowed"].medians), PLAIN)
+        plain = ratio(np.array(timings["plain"].medians), np.array(timings["slowed"].medians), params.confidence)
         self.ratios.append(gain.value)
-        self.errors.append(float(np.log(plain.high / plain.low) / 2 / ndtri((1 + PLAIN) / 2)))
+        self.errors.append(float(np.log(plain.high / plain.low) / 2 / ndtri((1 + params.confidence) / 2)))
         self.rounds.append(n)
         self.busy += bool(timings["plain"].busy)
         self.discarded += sum(sum(t.discarded.values()) for t in timings.values())
