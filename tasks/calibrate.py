@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,49 +71,58 @@ def calibrate(
     *,
     openings: int = 12,
     clock: str = "host",
+    keep: Callable[[Calibration], None] = lambda found: None,
 ) -> Calibration:
     """Make all parts within about `budget_s`: `trials` of the same engine twice, `planted` of each difference.
 
     Without `engine`, tiny ones for ONNX Runtime on the CPU are built in `scratch`. One that takes long to open is
     opened `openings` times, and not for each trial. An interruption (Ctrl-C) ends it, and what was found until then is
-    returned. `clock` is `host` or `device`; Fault is raised if the engine has none of that kind.
+    returned; `keep` gets that after each part. `clock` is `host` or `device`; Fault is raised if the engine has none of
+    that kind.
     """
     start, load = time.monotonic(), load_average()
     bed = make_bed(engine or tiny_engine(scratch, 256, 4), made=engine is None, clock=clock)
     same_params = SAME.model_copy(update={"clock": clock})
-    described, waited, compared, interrupted = manifest.read(bed.folder, trusted=False), None, [], False
+    described, waited, compared = manifest.read(bed.folder, trusted=False), None, list[beside.Beside]()
     with Monitor((described.device,), SAME) as watch:
         kept, same_s = 0 if bed.reopen else 2, SAME_SHARE * budget_s
         same = Trials(0.0, trials, same_params, same_s, watch.disturbed, kept)
         opened = same if bed.reopen else Trials(0.0, openings, same_params, OPENINGS_SHARE * same_s, watch.disturbed, 1)
         each_s = POWER_SHARE * budget_s / len(DIFFERENCES)
         power = [Trials(d, planted, PLANTED, each_s, watch.disturbed, kept) for d in DIFFERENCES]
+
+        def found(interrupted: bool = True) -> Calibration:
+            return Calibration(
+                engine=engine.name if engine else "4 matrix products of 256 x 256 with ReLU, made on the spot",
+                backend=described.backend,
+                clock=clock,
+                reopened=bed.reopen,
+                openings=opened.openings(),
+                early=waited,
+                beside=compared,
+                same=same.tally(),
+                power=[tally for part in power if (tally := part.tally())],
+                interrupted=interrupted,
+                seconds=time.monotonic() - start,
+                environment=environment((load, load_average()), watch.conditions()),
+            )
+
         try:
             waited = early(EARLY_MS)
             # Long calls: what Python adds to each, outside of another timer's clock, is a small part of them.
             larger = bed if engine else make_bed(tiny_engine(scratch, 1024, 24), made=True)
             tell("other timers beside ours")
             compared = beside.side_by_side(larger.folder, larger.open, larger.pool, BESIDE_SHARE * budget_s, scratch)
+            keep(found())
             if opened is not same:
                 same.seconds -= opened.run(bed, tell)
+                keep(found())
             for part in (same, *power):
                 part.run(bed, tell)
+                keep(found())
         except KeyboardInterrupt:
-            interrupted = True
-    return Calibration(
-        engine=engine.name if engine else "4 matrix products of 256 x 256 with ReLU, made on the spot",
-        backend=described.backend,
-        clock=clock,
-        reopened=bed.reopen,
-        openings=opened.openings(),
-        early=waited,
-        beside=compared,
-        same=same.tally(),
-        power=[tally for part in power if (tally := part.tally())],
-        interrupted=interrupted,
-        seconds=time.monotonic() - start,
-        environment=environment((load, load_average()), watch.conditions()),
-    )
+            return found()
+        return found(interrupted=False)
 
 
 def early(true_ms: float, calls: int = 200) -> EarlyReport:

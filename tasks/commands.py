@@ -46,7 +46,9 @@ def calibrate(
     engine: Annotated[Path | None, typer.Option(help="An engine's folder; a tiny one is made without.")] = None,
     openings: Annotated[int, typer.Option(help="Openings of an engine that takes over 0.1 s to open.", min=5)] = 12,
     clock: Clock = "host",
-    write: Annotated[Path | None, typer.Option(help="Write the page to this file; it is printed in any case.")] = None,
+    write: Annotated[
+        Path | None, typer.Option(help="Write the page to this file after each part; it is printed too.")
+    ] = None,
 ) -> None:
     """Show on this machine how often the measurement errs, and what it finds. Ctrl-C keeps what is done."""
     _check_clock(clock)
@@ -55,15 +57,18 @@ def calibrate(
 
     if quick:
         trials, planted, budget_s = 20, 5, 60.0
+
+    def keep(found: module.Calibration) -> None:
+        if write:
+            with atomic(write) as part:
+                part.write_text(calibrate_page.page(found))
+
     with machine.hold(True), tempfile.TemporaryDirectory() as scratch:
         found = module.calibrate(
-            trials, planted, engine, budget_s, Path(scratch), _tell, openings=openings, clock=clock
+            trials, planted, engine, budget_s, Path(scratch), _tell, openings=openings, clock=clock, keep=keep
         )
-    text = calibrate_page.page(found)
-    if write:
-        with atomic(write) as part:
-            part.write_text(text)
-    print(text, end="")
+    keep(found)
+    print(calibrate_page.page(found), end="")
 
 
 def sweep(

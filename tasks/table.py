@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import textwrap
+from typing import TYPE_CHECKING, Any, Literal
 
+from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from tasks import plaster_page
 from tasks.report import batches, metered, ordered, row, unmetered
@@ -24,44 +28,86 @@ STYLES = {
     "failed": "red",
     "not_run": "dim",
 }
+ALWAYS = ("variant", "accuracy", "speedup", "verdict")
+IF_ROOM = ("accuracy_change", "precision", "energy", "size", "memory")
+GAP = 2
 
 
 def show(summary: dict[str, Any], console: Console) -> None:
-    """Print every variant with its numbers, intervals, verdict and reason, then the champion."""
-    table = Table(title=f"{summary['workload']} on {summary['target']['name']}", title_justify="left", show_lines=False)
-    further, energy = batches(summary), ["energy"] if metered(summary) else []
-    columns: tuple[tuple[str, dict[str, Any]], ...] = (
-        ("variant", {"overflow": "fold"}),
-        (f"{summary['metric']}", {"no_wrap": True}),
-        (f"speed-up over {summary['baseline']}", {"no_wrap": True}),
-        *((f"at batch {batch}", {"no_wrap": True}) for batch in further),
-        ("precision", {"overflow": "fold"}),
-        ("size", {"justify": "right", "no_wrap": True}),
-        ("memory", {"justify": "right", "no_wrap": True}),
-        *((heading, {"no_wrap": True}) for heading in energy),
-        ("verdict", {"no_wrap": True}),
-        ("reason", {"ratio": 1}),
-    )
-    for heading, options in columns:
-        table.add_column(heading, **options)
-    for variant in ordered(summary["variants"]):
-        cells, style = row(variant), STYLES[variant["verdict"]]
-        table.add_row(
-            cells["variant"],
-            cells["accuracy"],
-            cells["speedup"],
-            *(cells.get(f"speedup_{batch}", "–") for batch in further),
-            cells["precision"],
-            cells["size"],
-            cells["memory"],
-            *(cells[key] for key in energy),
-            f"[{style}]{cells['verdict']}[/]",
-            escape(cells["reason"]),
-        )
+    """Print the numbers of every variant that the width has room for, the reasons below, then the champion."""
+    headings, variants = _headings(summary), ordered(summary["variants"])
+    rows = [row(variant) for variant in variants]
+    numbers, widths = rows, _fitting(headings, rows, console.width)
+    if _total(widths) > console.width:
+        numbers = [{key: cell.replace(" [", "\n[") for key, cell in cells.items()} for cells in rows]
+        widths = _fitting(headings, numbers, console.width)
+    title = f"{summary['workload']} on {summary['target']['name']}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.padding = (0, GAP - 1, 0, 0)
+    shown = [key for key in headings if key in widths]
+    for key in shown:
+        justify: Literal["left", "right"] = "right" if key in ("size", "memory") else "left"
+        table.add_column(headings[key], width=widths[key], justify=justify, overflow="fold")
+    for variant, cells in zip(variants, numbers, strict=True):
+        styles = {"verdict": STYLES[variant["verdict"]]}
+        table.add_row(*(Text(cells.get(key, "–"), styles.get(key, "")) for key in shown))
     console.print(table)
+    if out := ", ".join(heading for key, heading in headings.items() if key not in widths):
+        told = f"no room here for {out}: in the report and in `python -m tasks show --markdown`"
+        console.print(told, style="dim", highlight=False, markup=False)
     if why := unmetered(summary):
         console.print(f"no energy: {escape(why)}", style="dim", highlight=False)
-    champion = summary["champion"]
+    console.print()
+    for cells, reason in zip(rows, _reasons(rows), strict=True):
+        text = Text(textwrap.fill(reason, console.width, subsequent_indent="    ", break_on_hyphens=False))
+        text.stylize("bold", 0, len(cells["variant"]))
+        console.print(text)
+    console.print()
+    _show_champion(summary["champion"], console)
+
+
+def _headings(summary: dict[str, Any]) -> dict[str, str]:
+    """The heading of each column, in order, by its key in a `row`."""
+    return {
+        "variant": "variant",
+        "accuracy": summary["metric"],
+        "accuracy_change": "change",
+        "speedup": f"speed-up over {summary['baseline']}",
+        **{f"speedup_{batch}": f"at batch {batch}" for batch in batches(summary)},
+        "precision": "precision",
+        "size": "engine",
+        "memory": "memory",
+        **({"energy": "energy"} if metered(summary) else {}),
+        "verdict": "verdict",
+    }
+
+
+def _fitting(headings: dict[str, str], rows: list[dict[str, str]], room: int) -> dict[str, int]:
+    """The widths of the columns shown in `room` characters: those of ALWAYS, speed-ups at further batch sizes, IF_ROOM.
+
+    Of the last two, each that still fits. Headings may break between words, and variants of several names as well.
+    """
+    ranked = [*ALWAYS, *(key for key in headings if key.startswith("speedup_")), *IF_ROOM]
+    widths: dict[str, int] = {}
+    for key in (key for key in ranked if key in headings):
+        lines = [line for cells in rows for line in cells.get(key, "–").split(None if key == "variant" else "\n")]
+        width = max(cell_len(line) for line in (*lines, *headings[key].split()))
+        if key in ALWAYS or _total({**widths, key: width}) <= room:
+            widths[key] = width
+    whole, spare = max((cell_len(cells["variant"]) for cells in rows), default=0), max(0, room - _total(widths))
+    return {**widths, "variant": max(widths["variant"], min(whole, widths["variant"] + spare))}
+
+
+def _total(widths: dict[str, int]) -> int:
+    return sum(widths.values()) + GAP * (len(widths) - 1)
+
+
+def _reasons(rows: list[dict[str, str]], mark: str = "") -> list[str]:
+    """Why each variant has its verdict, a line a variant; `mark` stands on both sides of the name."""
+    return [f"{mark}{cells['variant']}{mark}: {cells['reason']}" for cells in rows]
+
+
+def _show_champion(champion: dict[str, Any] | None, console: Console) -> None:
     if champion is None:
         console.print("[bold red]promotion did not run:[/] see the stages that failed; the registry is as it was")
     elif not champion["version"]:
@@ -77,16 +123,9 @@ def show(summary: dict[str, Any], console: Console) -> None:
 
 
 def markdown(summary: dict[str, Any]) -> str:
-    """The same as a page of Markdown, with the environment and the digests above it."""
-    target, further, energy = summary["target"], batches(summary), ["energy"] if metered(summary) else []
-    columns = [
-        *("variant", summary["metric"], "change", f"speed-up over {summary['baseline']}"),
-        *(f"at batch {batch}" for batch in further),
-        *("precision", "engine", "memory", *energy, "verdict"),
-    ]
-    numbers = ["accuracy", "accuracy_change", "speedup", *(f"speedup_{b}" for b in further)]
-    keys = ["variant", *numbers, "precision", "size", "memory", *energy, "verdict"]
-    cells = [row(v) for v in ordered(summary["variants"])]
+    """Every number of each variant as a page of Markdown, with the environment and the digests above it."""
+    target, headings = summary["target"], _headings(summary)
+    rows = [row(v) for v in ordered(summary["variants"])]
     versions = ", ".join(f"{name} {target['libraries'][name]}" for name in LIBRARIES if name in target["libraries"])
     driver = f", driver {target['driver']}" if target.get("driver") else ""
     return "\n".join(
@@ -97,12 +136,12 @@ def markdown(summary: dict[str, Any]) -> str:
             f"{summary['git_commit']}, settings sha256 {summary['params_sha256'][:12]}…, test split sha256 "
             f"{summary['data_sha256']['test'][:12]}….",
             "",
-            "| " + " | ".join(columns) + " |",
-            "|" + "---|" * len(columns),
-            *("| " + " | ".join(r.get(key, "–") for key in keys) + " |" for r in cells),
+            "| " + " | ".join(headings.values()) + " |",
+            "|" + "---|" * len(headings),
+            *("| " + " | ".join(cells.get(key, "–") for key in headings) + " |" for cells in rows),
             "",
             *((f"No energy: {why}.", "") if (why := unmetered(summary)) else ()),
-            *(f"- `{r['variant']}`: {r['reason']}" for r in cells),
+            *(f"- {reason}" for reason in _reasons(rows, "`")),
             "",
         ]
     )

@@ -1,7 +1,8 @@
 """Weights in other forms: quantised linear layers by torchao, 2:4 sparse ones by PyTorch; and what a weight is in.
 
 INT8 and FP8: activations are quantised as they come, row by row (https://docs.pytorch.org/ao/stable/). 2:4:
-https://docs.pytorch.org/docs/stable/sparse.html#sparse-semi-structured-docs, after arXiv:2104.08378.
+https://docs.pytorch.org/docs/stable/sparse.html#sparse-semi-structured-docs, after arXiv:2104.08378. Kernels of both
+want their input in a certain way, and one of them doesn't say so: `PaddedLinear`, `SparseLinear`.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import warnings
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from tasks.manifest import Layer
 
 ALIGNED = 16
+MIN_ROWS = 17
 NAMES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
@@ -29,6 +32,25 @@ PRODUCTS = (
     nn.RNNBase,
     nn.MultiheadAttention,
 )
+
+
+class PaddedLinear(nn.Linear):
+    """A linear layer on rows of zeros, too: `torch._int_mm` on a GPU takes 17 rows at least (PyTorch 2.11)."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        rows = input.reshape(-1, input.shape[-1])
+        padded = functional.pad(rows, (0, 0, 0, MIN_ROWS - 1))
+        return super().forward(padded)[: rows.shape[0]].reshape(*input.shape[:-1], -1)
+
+
+class SparseLinear(nn.Linear):
+    """A linear layer on a contiguous input: cuSPARSELt's kernels read another as if it were (PyTorch 2.11).
+
+    Seen with the first token of each sentence, hidden[:, 0], that a BERT's pooler takes: wrong results, and no error.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input.contiguous())
 
 
 def quantize(model: nn.Module, precision: str) -> None:
@@ -47,6 +69,9 @@ def quantize(model: nn.Module, precision: str) -> None:
         else Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), set_inductor_config=False)
     )
     quantize_(model, config, filter_fn=lambda module, _: isinstance(module, nn.Linear) and _aligned(module.weight))
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.weight.is_cuda and precision_of(module.weight) == "int8":
+            module.__class__ = PaddedLinear
 
 
 def _aligned(weight: torch.Tensor) -> bool:
@@ -68,6 +93,7 @@ def sparsify(model: nn.Module) -> None:
                 except RuntimeError:  # The shape has no such kernel: the layer stays dense, and the report says so.
                     continue
             module.weight = made[id(weight)]
+            module.__class__ = SparseLinear
 
 
 def two_of_four(weight: torch.Tensor) -> bool:

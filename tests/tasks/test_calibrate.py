@@ -122,8 +122,10 @@ def test_an_interruption_keeps_what_is_done(tmp_path: Path, quick: None, monkeyp
         whole(self, *given)
 
     monkeypatch.setattr(Trials, "_trial", interrupted)
-    found = calibrate(2, 2, None, 4.0, tmp_path, lambda _: None)
-    assert found.interrupted
+    kept: list[module.Calibration] = []
+    found = calibrate(2, 2, None, 4.0, tmp_path, lambda _: None, keep=kept.append)
+    assert [(bool(k.beside), bool(k.same), len(k.power)) for k in kept] == [(1, 0, 0), (1, 1, 0), (1, 1, 1)]
+    assert found.interrupted and all(k.interrupted for k in kept)
     assert found.same is not None
     assert [tally.planted for tally in found.power] == [0.02]
     assert "interrupted: what was found until then" in page(found)

@@ -323,41 +323,28 @@ def test_a_timing_comes_back_from_json(tmp_path: Any) -> None:
     assert measure.restored(read_json(tmp_path / "t.json")) == timing
 
 
-def test_disturbed_windows_are_thrown_away_made_again_and_counted(params: Any) -> None:
-    told = itertools.cycle(["it throttled", None, None])
-    sessions = {"a": Device(1.0), "b": Device(2.0)}
-    calls: list[str | None] = []
-
-    def disturbed() -> str | None:
-        calls.append(next(told) if len(calls) % 2 else None)
-        return calls[-1]
-
-    timings = measure.interleave(sessions, INPUTS, params(clock="device"), disturbed=disturbed)
-    thrown = [timing.discarded for timing in timings.values()]
-    assert sum(sum(d.values()) for d in thrown) >= 5
-    assert {reason for d in thrown for reason in d} == {"it throttled"}
-    assert {len(t.medians) for t in timings.values()} == {8}
-    assert all(timing.busy is None for timing in timings.values())
-
-
-def test_a_disturbed_window_leaves_no_sample(params: Any) -> None:
-    """Every call of a disturbed window takes 7 ms, of others 1."""
-    slow = [False]
+@pytest.mark.parametrize("fresh", [0.0, 10.0])
+def test_disturbed_windows_are_thrown_away_made_again_and_counted(
+    params: Any, monkeypatch: pytest.MonkeyPatch, fresh: float
+) -> None:
+    """Every call of a disturbed window takes 7 ms, of others 1; whether or not each window's start is looked at."""
+    monkeypatch.setattr(measure, "FRESH_S", fresh)
+    slow, turns = [False], itertools.cycle([True, False, False])
 
     class Throttled(Device):
         def device_ms(self, calls: int) -> float:
             return 7.0 if slow[0] else 1.0
 
-    turns = itertools.count()
-
     def disturbed() -> str | None:
-        turn = next(turns)
-        was, slow[0] = slow[0], turn % 2 == 1 and turn % 3 == 1
-        return "it throttled" if turn % 2 and was else None
+        was, slow[0] = slow[0], next(turns)
+        return "it throttled" if was else None
 
-    timings = measure.interleave({"a": Throttled(1.0)}, INPUTS, params(clock="device"), disturbed=disturbed)
-    assert set(timings["a"].medians) <= {1.0, 7.0}
-    assert timings["a"].mean == 1.0 or timings["a"].discarded
+    sessions = {"a": Throttled(1.0), "b": Throttled(1.0)}
+    timings = measure.interleave(sessions, INPUTS, params(clock="device"), disturbed=disturbed)
+    assert sum(timing.discarded.get("it throttled", 0) for timing in timings.values()) >= 4
+    for timing in timings.values():
+        assert timing.discarded.keys() <= {"it throttled"} and timing.busy is None
+        assert len(timing.medians) == 8 and timing.mean == 1.0
 
 
 def test_a_machine_that_is_always_disturbed_says_so(params: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tasks.report import ordered, row
 from tasks.table import markdown, show
 
 MARKDOWN: dict[str, Any] = {
@@ -16,7 +17,14 @@ MARKDOWN: dict[str, Any] = {
     "params_sha256": "1" * 64,
     "data_sha256": {"test": "2" * 64},
 }
-NOTHING = dict.fromkeys(("accuracy", "accuracy_change", "latency_ms", "speedup", "evidence"))
+BY_HEADING = {
+    "change": "accuracy_change",
+    "at batch 32": "speedup_32",
+    "precision": "precision",
+    "engine": "size",
+    "memory": "memory",
+    "energy": "energy",
+}
 
 
 def variant(name: str, verdict: str, **changes: Any) -> dict[str, Any]:
@@ -77,22 +85,94 @@ def summary() -> dict[str, Any]:
     }
 
 
-def printed(summary: dict[str, Any]) -> str:
+@pytest.fixture
+def full(summary: dict[str, Any]) -> dict[str, Any]:
+    """As of a GPU: every column, names of usual lengths, and reasons longer than any line."""
+
+    def interval(value: float) -> dict[str, float]:
+        return {"value": value, "low": value * 0.97, "high": value * 1.03}
+
+    long = {
+        "speedup_at": {"32": {**interval(2.0), "versus": "base-graph"}},
+        "size_bytes": {"engine": 5052 << 10},
+        "evidence": {**variant("v", "passed")["evidence"], "precision_asked": "fp16", "precision_found": {"fp16": 6}},
+        "memory_bytes": 735 << 20,
+        "energy_mj": interval(6.63),
+        "reasons": ["speedup 0.90× [0.81×, 0.99×] is not above 1.00× with its whole interval", "slower than " * 20],
+    }
+    names = {"slim-kd-inductor-fp16": "passed", "base-graph": "rejected", "two-four-eager-fp16": "unstable"}
+    variants = [variant(name, verdict, **long) for name, verdict in names.items()]
+    return {**summary, "baseline": "base-graph", "variants": variants}
+
+
+def printed(summary: dict[str, Any], width: int = 200) -> str:
     stream = io.StringIO()
-    show(summary, Console(file=stream, width=200))
+    show(summary, Console(file=stream, width=width))
     return stream.getvalue()
+
+
+def parts(summary: dict[str, Any], width: int) -> tuple[list[str], list[str], str]:
+    """What is printed, which is nowhere wider than `width`: the lines of headings, of variants, and the reasons."""
+    table, reasons, _champion = printed({**summary, "champion": None}, width).split("\n\n")
+    lines = [line.rstrip() for line in table.splitlines()]
+    assert max(map(len, (*lines, *reasons.splitlines()))) <= width
+    ruler = next(i for i, line in enumerate(lines) if set(line) == {"─"})
+    return lines[1:ruler], lines[ruler + 1 :], " ".join(reasons.split())
+
+
+@pytest.mark.parametrize(
+    ("width", "left_out"),
+    [
+        (80, "change, at batch 32, precision, engine, memory, energy"),
+        (120, "change, memory, energy"),
+        (150, "memory, energy"),
+        (250, ""),
+    ],
+)
+def test_a_variant_is_a_line_of_whole_cells_and_what_has_no_room_is_named(
+    full: dict[str, Any], width: int, left_out: str
+) -> None:
+    headings, lines, reasons = parts(full, width)
+    for one, line in zip(ordered(full["variants"]), lines, strict=False):
+        whole = row(one)
+        keys = [key for heading, key in BY_HEADING.items() if heading not in left_out]
+        assert line.startswith(f"{one['name']}  ") and line.endswith(one["verdict"])
+        assert all(whole[key] in line for key in ("accuracy", "speedup", *keys))
+        assert f"{one['name']}: {' '.join(whole['reason'].split())}" in reasons
+    assert headings[0].strip() == "speed-up over" and "accuracy" in headings[1] and "base-graph" in headings[1]
+    told = " ".join(lines[len(full["variants"]) :])
+    assert told.startswith(f"no room here for {left_out}: ") and "show --markdown" in told if left_out else not told
+
+
+def test_where_names_are_long_intervals_have_a_line_of_their_own(full: dict[str, Any]) -> None:
+    full["variants"][0]["name"] = "short-slim-kd-inductor-fp16"
+    _, lines, _ = parts(full, 80)
+    assert lines[0].split()[:3] == ["short-slim-kd-inductor-fp16", "90.0%", "2.00×"]
+    assert [cell.strip() for cell in lines[1].split("  ")][-2:] == ["[88.0%, 92.0%]", "[1.90×, 2.10×]"]
+    _, lines, _ = parts(full, 120)
+    assert "short-slim-kd-inductor-fp16  90.0% [88.0%, 92.0%]  2.00× [1.90×, 2.10×]" in lines[0]
+
+
+def test_a_variant_of_several_names_breaks_between_them_and_only_without_room(full: dict[str, Any]) -> None:
+    full["variants"][1]["also"] = ["base-eager", "base-eager-fp16"]
+    _, lines, _ = parts(full, 80)
+    assert any(line.startswith("base-graph =") for line in lines)
+    assert any(line.endswith("base-eager-fp16") for line in lines)
+    _, lines, reasons = parts(full, 250)
+    assert any(line.startswith("base-graph = base-eager = base-eager-fp16  90.0%") for line in lines)
+    assert "base-graph = base-eager = base-eager-fp16: speedup 0.90×" in reasons
 
 
 def test_every_variant_has_its_numbers_verdict_and_reason(summary: dict[str, Any]) -> None:
     lines = printed(summary).splitlines()
     best = next(line for line in lines if "best = twin" in line)
+    assert "best = twin: reason of best" in lines
     for part in (
         "90.0% [88.0%, 92.0%]",
         "2.00× [1.90×, 2.10×]",
         "int8: 5 int8, 1 fp32",
         "2 KiB",
         "promoted",
-        "reason of best",
     ):
         assert part in best
     broken = next(line for line in lines if "broken" in line)
@@ -139,7 +219,7 @@ def test_markdown_has_the_environment_and_every_variant(summary: dict[str, Any])
     assert "a machine, 2 cores, Python 3.11, torch 2, onnxruntime 1; commit abc, settings sha256 111111111111…" in text
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert "int8: 5 int8, 1 fp32" in rows[1]
-    assert len(rows) == 4 and len({row.count("|") for row in rows}) == 1
+    assert len(rows) == 4 and len({line.count("|") for line in rows}) == 1
     assert "6.00× [5.50×, 6.50×]" in rows[1] and "- `odd[red]`: reason of odd[red]" in text
 
 
@@ -172,4 +252,4 @@ def test_energy_and_memory_have_columns_where_they_are_known(summary: dict[str, 
     summary["variants"][1]["energy_disturbed"] = None
     rows = [line for line in markdown(summary).splitlines() if line.startswith("| ")]
     assert "| memory | energy |" in rows[0] and "| 3.0 MiB | 2 mJ [1.9 mJ, 2.1 mJ] |" in rows[1]
-    assert len({row.count("|") for row in rows}) == 1
+    assert len({line.count("|") for line in rows}) == 1

@@ -179,6 +179,27 @@ def test_two_of_four_is_seen() -> None:
     assert not torch_weights.two_of_four(torch.zeros(8, 6))
 
 
+@pytest.mark.parametrize("shape", [(1, 8), (3, 8), (20, 8), (2, 5, 8)])
+def test_layers_whose_kernels_want_more_rows_or_contiguous_ones_get_them(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, seen = nn.Linear(8, 4), []
+    linear = torch.nn.functional.linear
+
+    def kernel(input: torch.Tensor, *rest: Any) -> torch.Tensor:
+        seen.append(input)
+        return linear(input, *rest)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", kernel)
+    strided = torch.randn(*shape[:-1], 16)[..., :8]
+    for kind in (torch_weights.PaddedLinear, torch_weights.SparseLinear):
+        layer = kind(8, 4)
+        layer.load_state_dict(plain.state_dict())
+        torch.testing.assert_close(layer(strided), linear(strided, plain.weight, plain.bias))
+    padded, contiguous = seen
+    assert padded.shape[0] >= 17 and contiguous.is_contiguous()
+
+
 def test_sparse_needs_a_precision_that_has_such_kernels(tiny_params: dict[str, Any]) -> None:
     raw = {**tiny_params, "build": {**tiny_params["build"]}}
     for name, precision in (("a", "fp32"), ("b", "fp16")):
@@ -237,6 +258,11 @@ def test_on_a_gpu_a_graph_gives_the_same_again_after_other_sizes(source: Any, tm
         assert np.array_equal(session.run(inputs)["logits"], first)
 
 
+def views(tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Inputs of a linear layer, cut out of [sentences, tokens, channels]: strided, contiguous, few rows, transposed."""
+    return [tokens[:, 0], tokens[:, 0].contiguous(), tokens[:1], tokens[:1, 0], tokens, tokens.transpose(0, 1)]
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_two_of_four_weights_run_sparse_kernels() -> None:
     wanted = {"precision": "fp16", "channels_last": False, "cuda_graph": False, "sparse": True}
@@ -244,11 +270,33 @@ def test_on_a_gpu_two_of_four_weights_run_sparse_kernels() -> None:
     model = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 128))
     with torch.no_grad():
         model[0].weight.view(-1, 4)[:, 2:] = 0
-    dense = model(torch.ones(64, 128))
-    call = torch_forms.Call(torch_forms.place(model, "cuda", wanted), ("y",), "cuda", wanted)
-    with torch.inference_mode():
-        got = call(torch.ones(64, 128, device="cuda"))["y"].cpu()
-    torch.testing.assert_close(got, dense, rtol=1e-2, atol=1e-2)
-    told = torch_weights.module_layers(call.model, False)
+    tokens = torch.randn(64, 3, 128)
+    dense = [model(x) for x in views(tokens)]
+    placed = torch_forms.place(model, "cuda", wanted)
+    for x, want in zip(views(tokens.cuda().half()), dense, strict=True):
+        with torch.inference_mode():
+            torch.testing.assert_close(placed(x).float().cpu(), want, rtol=1e-2, atol=1e-2)
+    told = torch_weights.module_layers(placed, False)
     assert [layer.sparse for layer in told if layer.product] == [True, False]
     assert layers.not_as_asked("fp16", told, sparse=True) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_on_a_gpu_quantised_weights_take_any_number_of_rows(precision: str) -> None:
+    pytest.importorskip("torchao")
+    wanted = {"precision": precision, "channels_last": False, "cuda_graph": False, "sparse": False}
+    try:
+        torch_forms.require("cuda", wanted)
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    torch.manual_seed(0)
+    model, tokens = nn.Sequential(nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 128)), torch.randn(64, 3, 128)
+    dense = [model(x) for x in views(tokens)]
+    compiled = torch.compile(torch_forms.place(model, "cuda", wanted), fullgraph=True)
+    for x, want in zip(views(tokens.cuda().bfloat16()), dense, strict=True):
+        with torch.inference_mode():
+            off = (compiled(x).float().cpu() - want).square().mean().sqrt() / want.square().mean().sqrt()
+        assert off < 0.1
+    told = torch_weights.module_layers(model, False)
+    assert {layer.precision for layer in told if layer.product} == {precision}
