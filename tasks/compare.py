@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tasks import curves, layout, measure, results
+from tasks import curves, layout, measure, openings, results
 from tasks.data import read
 from tasks.engines.protocol import open_engine
 from tasks.files import digest_of, read_json
 from tasks.gates import judge, shown
 from tasks.monitor import Conditions, Monitor
+from tasks.openings import Openings
 from tasks.params import Tree
 from tasks.record import lineage_params
 from tasks.results import Variant
@@ -29,28 +30,31 @@ AS_FAST = 1.05
 class Comparison:
     """All variants with verdicts; `winner` is the fastest that passed, by `head_to_head`.
 
-    `head_to_head` holds the finalists' timings of one measurement in common rounds, under `conditions`.
+    `head_to_head` holds the finalists' timings of one measurement in common rounds, under `conditions`. `openings` is
+    how far the baseline's openings differ, by batch; see `openings.of_baseline`.
     """
 
     variants: list[dict[str, Any]]
     head_to_head: dict[str, measure.Timing]
     winner: str | None
     conditions: Conditions | None = None
+    openings: dict[int, Openings] = field(default_factory=dict)
 
 
 def compare(tree: Tree, data: Path) -> Comparison:
     """Read all results, apply the gates, measure the finalists side by side, and rank them."""
     judged = judged_variants(tree)
     by_name = {name: v for v in judged for name in (v.name, *v.also)}
-    names = finalists(tree, judged)
-    timings, conditions = head_to_head(names, data, tree.params.benchmark) if len(names) > 1 else ({}, None)
+    names, reopened = finalists(tree, judged), openings.of_baseline(tree)
+    settings = openings.settings(tree.params.benchmark, reopened, _pairs(len(names)))
+    timings, conditions = head_to_head(names, data, settings) if len(names) > 1 else ({}, None)
     judged = [_against_plain(v, tree, by_name, timings) for v in judged]
     winner = _winner([v for v in judged if v.verdict == "passed"], timings, tree.params.benchmark.confidence)
     truncated = {v.name for v in front(judged)[MAX_FINALISTS:]}
     judged = [_against_winner(v, winner, timings, truncated, tree.params.benchmark.confidence) for v in judged]
     judged = [_unsettled(v, timings) for v in judged]
     found = [results.plain(replace(v, content=_content(tree, v))) for v in judged]
-    return Comparison(found, timings, winner, conditions)
+    return Comparison(found, timings, winner, conditions, reopened)
 
 
 def judged_variants(tree: Tree) -> list[Variant]:

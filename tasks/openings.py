@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import brentq
-from scipy.special import chdtri
+from scipy.special import chdtri, ndtri, stdtrit
 
-from tasks.stats import Interval
+from tasks import layout
+from tasks.files import read_json
+from tasks.params import Tree
+from tasks.settings import BenchmarkParams
+from tasks.stats import Interval, log_error, ratio
 
 FEWEST, CONFIDENCE = 5, 0.95
 # Rounds that all agree, by a coarse clock, don't know their ratio better than this.
@@ -27,6 +31,52 @@ class Openings:
     sd: Interval
     noise: float
     trials: int
+
+
+def of_baseline(tree: Tree) -> dict[int, Openings]:
+    """How far the baseline's openings differ, by batch: each engine's benchmark opened it, in a process of its own.
+
+    By the GPU's clock only. By the host's, what the machine drifted from one benchmark to the next would count too,
+    which common rounds take out. Disturbed measurements are left out; empty if fewer than five are left.
+    """
+    settings, found = tree.params.benchmark, dict[int, list[Sequence[float]]]()
+    baseline = layout.report("build", tree.params.baseline)
+    if settings.clock != "device" or not baseline.is_file():
+        return {}
+    digest = read_json(baseline).get("engine_sha256")
+    for report in (layout.report("benchmark", name) for name in tree.engines):
+        timed = read_json(report) if report.is_file() else {}
+        if timed.get("baseline_sha256") != digest or not timed.get("timing"):
+            continue
+        for opened in (timed["baseline"], *(at["baseline"] for at in timed["also"])):
+            if opened["clock"] == settings.clock and opened["warm"] and not opened["busy"]:
+                found.setdefault(opened["batch"], []).append(opened["medians"])
+    told = {batch: _of_medians(medians) for batch, medians in found.items()}
+    return {batch: openings for batch, openings in told.items() if openings}
+
+
+def _of_medians(medians: Sequence[Sequence[float]]) -> Openings | None:
+    """The spread behind medians [openings, rounds] in milliseconds."""
+    middles = [ratio(np.asarray(rounds), np.ones(len(rounds)), CONFIDENCE) for rounds in medians if len(rounds) > 1]
+    return spread([m.value for m in middles], [log_error(m, CONFIDENCE) for m in middles], kept=True)
+
+
+def reopen_sd(params: BenchmarkParams, found: Mapping[int, Openings], batch: int, family: int = 1) -> float:
+    """What the settings assume for the ratio of two openings, or what was found at this batch if that is more.
+
+    What a few openings tell is larger by Student's t over the normal quantile, at the confidence of one of `family`
+    intervals, so that a normal interval with it is as wide as theirs.
+    """
+    if batch not in found:
+        return params.reopen_sd
+    tail = (1 - params.confidence) / family / 2
+    inflated = found[batch].sd.value * float(stdtrit(found[batch].trials - 1, 1 - tail) / ndtri(1 - tail))
+    return max(params.reopen_sd, inflated)
+
+
+def settings(params: BenchmarkParams, found: Mapping[int, Openings], family: int = 1) -> BenchmarkParams:
+    """The settings of a measurement that allows for what was found at its batch, too."""
+    return params.model_copy(update={"reopen_sd": reopen_sd(params, found, params.batch, family)})
 
 
 def spread(ratios: Sequence[float], errors: Sequence[float], kept: bool) -> Openings | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from filelock import FileLock
 
-from tasks import evaluate, gates, layout, manifest, measure, registry, results, tracking
+from tasks import evaluate, gates, layout, manifest, measure, openings, registry, results, tracking
 from tasks.compare import judged_variants
 from tasks.data import read
 from tasks.engines.protocol import Session, open_engine
@@ -200,7 +200,7 @@ def _challenge(
             return None, (f"{label} fails today's gates: {fault}",)
         challenger = stack.enter_context(open_engine(layout.artifact(candidate.name)))
         samples = read(data / "validation.npz")
-        settings = tree.params.benchmark
+        settings = openings.settings(tree.params.benchmark, openings.of_baseline(tree))
         inputs = measure.inputs_of(challenger.inputs, samples, settings.length)
         watch = stack.enter_context(Monitor((challenger.device, defender.device), settings))
         sessions = {"challenger": challenger, "champion": defender}

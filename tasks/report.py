@@ -77,6 +77,10 @@ def summarize(tree: Tree, workload: Path, here: Target, data: Path) -> dict[str,
         "gates": tree.params.gates.model_dump(exclude_none=True),
         "champion": promotion,
         "head_to_head": comparison["head_to_head"],
+        "openings": {
+            batch: {**told, "assumed": tree.params.benchmark.reopen_sd}
+            for batch, told in comparison.get("openings", {}).items()
+        },
         "variants": [_entry(tree, v, runs.get(v.name)) for v in variants],
     }
 
@@ -153,6 +157,7 @@ def page(
         plaster=plaster_plot.section({**summary, "variants": variants}),
         metered=metered(summary),
         unmetered=unmetered(summary),
+        reopened=reopened(summary),
         colors=COLORS,
         engines=engines,
         searches=searches,
@@ -207,6 +212,21 @@ def unmetered(summary: dict[str, Any]) -> str:
     """Why no variant that was measured has an energy, each reason once; empty if one has, or none was measured."""
     reasons = dict.fromkeys(v.get("energy_reason") for v in summary["variants"] if v["latency_ms"])
     return "" if metered(summary) else "; ".join(reason for reason in reasons if reason)
+
+
+def reopened(summary: dict[str, Any]) -> str:
+    """By how much the baseline's openings differed, at each batch, and what is assumed; empty if it isn't known."""
+    told = [
+        f"{o['sd']['value']:.1%} [{o['sd']['low']:.1%}, {o['sd']['high']:.1%}] at batch {batch}, by {o['trials']} of it"
+        for batch, o in summary.get("openings", {}).items()
+    ]
+    if not told:
+        return ""
+    assumed = next(iter(summary["openings"].values()))["assumed"]
+    return (
+        f"two openings of {summary['baseline']} differ by {'; '.join(told)} (standard deviation); intervals of "
+        f"speed-ups allow for that, by Student's t, and for {assumed:.1%} (reopen_sd) at least"
+    )
 
 
 def _times(raw: dict[str, float]) -> str:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from tasks import costs, layout, manifest, sequential
+from tasks import costs, layout, manifest, openings, sequential
 from tasks.costs import Cost
 from tasks.data import read
 from tasks.errors import Fault
 from tasks.files import digest_of, read_json, size_bytes
+from tasks.openings import Openings
 from tasks.params import Tree
 from tasks.settings import MODEL_STEPS, ExportParams
 from tasks.stats import Interval, mean_score, paired_change
 from tasks.timing import confidence_of, restored, speedup
 
+Reopened = Mapping[int, Openings]
 KINDS = {**dict.fromkeys(MODEL_STEPS, "model"), "export": "onnx", "quantize": "onnx"}
 
 
@@ -95,7 +98,8 @@ def variants(tree: Tree) -> list[Variant]:
     A variant without usable results comes as `failed` or `not_run` with the reason, others
     with an empty verdict for the gates to fill; reasons name further batches whose timing is unstable.
     """
-    found = [_variant(tree, name) for name in tree.engines]
+    reopened = openings.of_baseline(tree)
+    found = [_variant(tree, name, reopened) for name in tree.engines]
     groups: dict[Any, list[Variant]] = {}
     for variant in found:
         key = _content_key(variant.name) if variant.verdict != "failed" else variant.name
@@ -114,7 +118,7 @@ def _merged(tree: Tree, group: list[Variant]) -> Variant:
     return replace(kept, also=tuple(v.name for v in group if v is not kept))
 
 
-def _variant(tree: Tree, name: str) -> Variant:
+def _variant(tree: Tree, name: str, reopened: Reopened) -> Variant:
     lineage, backend = tree.lineage(name), tree.params.build[name].backend
     base = Variant(name, lineage, backend, versus=tree.params.baseline)
     missing = [s for s in ("build", "evaluate", "benchmark") if not layout.report(s, name).is_file()]
@@ -124,14 +128,14 @@ def _variant(tree: Tree, name: str) -> Variant:
             base, reasons=tuple(failures) or (f"no result of {missing[0]}: run `dvc repro {missing[0]}@{name}`",)
         )
     try:
-        return _measured(tree, base)
+        return _measured(tree, base, reopened)
     except Fault as fault:
         return replace(base, reasons=(fault.line,))
     except (ValueError, KeyError, TypeError) as error:
         return replace(base, reasons=(f"its records are not usable ({type(error).__name__}: {error})",))
 
 
-def _measured(tree: Tree, variant: Variant) -> Variant:
+def _measured(tree: Tree, variant: Variant, reopened: Reopened) -> Variant:
     """Fill in a variant's numbers; Fault if its records don't belong together."""
     name, baseline = variant.name, tree.params.baseline
     described = manifest.read(layout.artifact(name))
@@ -176,8 +180,8 @@ def _measured(tree: Tree, variant: Variant) -> Variant:
         accuracy_change=paired_change(scores, against, tree.params.evaluate.confidence),
         latency_ms={k: timing[k] for k in ("p50", "p90", "p99", "n", "batch")},
         throughput_per_s=timing["throughput_per_s"],
-        speedup=_gain(tree, timed),
-        speedup_at={batch: _gain(tree, at) for batch, at in stable.items()},
+        speedup=_gain(tree, timed, reopened),
+        speedup_at={batch: _gain(tree, at, reopened) for batch, at in stable.items()},
         throughput_at={batch: at["timing"]["throughput_per_s"] for batch, at in stable.items()},
         clock=timing["clock"],
         verdict="unstable" if unstable else "",
@@ -194,9 +198,9 @@ def _evidence(built: dict[str, Any]) -> Evidence:
     return Evidence(**{**kept, "parity": tuple(built["parity"] or ())})
 
 
-def _gain(tree: Tree, timed: dict[str, Any]) -> Interval:
+def _gain(tree: Tree, timed: dict[str, Any], reopened: Reopened) -> Interval:
     """The speed-up, as sure as all engines' together have to be: the baseline's own is none of them."""
-    sd = tree.params.benchmark.reopen_sd
+    sd = openings.reopen_sd(tree.params.benchmark, reopened, timed["timing"]["batch"], family(tree))
     pair = {"engine": timed["timing"], "baseline": timed["baseline"]}
     timings = {name: replace(restored(timing), reopen_sd=sd) for name, timing in pair.items()}
     return speedup(timings, "engine", "baseline", tree.params.benchmark.confidence, family(tree))

@@ -98,6 +98,11 @@ def reopened(interval: Interval, sd: float, confidence: float) -> Interval:
     return Interval(interval.value, interval.value * float(np.exp(-down)), interval.value * float(np.exp(up)))
 
 
+def log_error(interval: Interval, confidence: float) -> float:
+    """The standard error of a ratio's logarithm that an interval of it stands for."""
+    return float(np.log(interval.high / interval.low) / 2 / ndtri((1 + confidence) / 2))
+
+
 def quotient(a: Interval, b: Interval) -> Interval:
     """a / b of two ratios whose errors are independent: log half-widths add in quadrature."""
     value = a.value / b.value

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tasks import plaster_page
-from tasks.report import batches, metered, ordered, row, unmetered
+from tasks.report import batches, metered, ordered, reopened, row, unmetered
 
 if TYPE_CHECKING:
     from tasks.account import AccountReport
@@ -57,6 +57,8 @@ def show(summary: dict[str, Any], console: Console) -> None:
         console.print(told, style="dim", highlight=False, markup=False)
     if why := unmetered(summary):
         console.print(f"no energy: {escape(why)}", style="dim", highlight=False)
+    if told := reopened(summary):
+        console.print(escape(told), style="dim", highlight=False)
     console.print()
     for cells, reason in zip(rows, _reasons(rows), strict=True):
         text = Text(textwrap.fill(reason, console.width, subsequent_indent="    ", break_on_hyphens=False))
@@ -141,6 +143,7 @@ def markdown(summary: dict[str, Any]) -> str:
             *("| " + " | ".join(cells.get(key, "–") for key in headings) + " |" for cells in rows),
             "",
             *((f"No energy: {why}.", "") if (why := unmetered(summary)) else ()),
+            *((f"By the GPU's clock, {told}.", "") if (told := reopened(summary)) else ()),
             *(f"- {reason}" for reason in _reasons(rows, "`")),
             "",
         ]

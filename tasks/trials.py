@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from scipy.special import ndtri
 
 from tasks import manifest, measure, sequential
 from tasks.bench import random_inputs
@@ -17,7 +16,7 @@ from tasks.engines.protocol import Session, backend, open_engine
 from tasks.openings import Openings, spread
 from tasks.planted import Slowed
 from tasks.settings import BenchmarkParams
-from tasks.stats import Interval, mean_score, ratio
+from tasks.stats import Interval, log_error, mean_score, ratio
 from tasks.target import last_level_cache_bytes
 from tasks.timing import make_pool
 from tasks.workloads.protocol import Arrays
@@ -132,7 +131,7 @@ class Trials:
         self.right.append(clear and (gain.low > 1 or not self.planted))
         plain = ratio(np.array(timings["plain"].medians), np.array(timings["slowed"].medians), params.confidence)
         self.ratios.append(gain.value)
-        self.errors.append(float(np.log(plain.high / plain.low) / 2 / ndtri((1 + params.confidence) / 2)))
+        self.errors.append(log_error(plain, params.confidence))
         self.rounds.append(n)
         self.busy += bool(timings["plain"].busy)
         self.discarded += sum(sum(t.discarded.values()) for t in timings.values())

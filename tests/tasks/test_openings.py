@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 
-from tasks.openings import spread
+from tasks import layout, openings, results
+from tasks.files import read_json, write_json
+from tasks.openings import Openings, spread
+from tasks.params import Tree
+from tasks.settings import BenchmarkParams
+from tasks.stats import Interval
 
 
 def drawn(
@@ -75,3 +83,69 @@ def test_rounds_that_all_agree_are_taken_as_very_sure(kept: bool) -> None:
 
 def test_few_openings_tell_nothing() -> None:
     assert spread([1.0, 1.01, 0.99, 1.0], [0.001] * 4, False) is None
+
+
+@pytest.fixture
+def reopened(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`reopened(sd)`: the tree, timed by the GPU's clock, each benchmark's baseline off by so much, engines with it."""
+    monkeypatch.setattr(openings, "FEWEST", 4)
+    rng = np.random.default_rng(5)
+    params = tree.params.model_copy(update={"benchmark": tree.params.benchmark.model_copy(update={"clock": "device"})})
+
+    def plant(sd: float) -> Tree:
+        for name in tree.engines:
+            raw = read_json(layout.report("benchmark", name))
+            if raw["timing"]:
+                baseline = np.exp(sd * rng.normal()) * rng.normal(1, 1e-3, len(raw["baseline"]["medians"]))
+                raw["baseline"] |= {"medians": list(baseline), "clock": "device", "warm": True, "busy": None}
+                raw["timing"] |= {"medians": list(baseline / 2), "clock": "device", "warm": True, "busy": None}
+                write_json(layout.report("benchmark", name), {**raw, "also": [], "unstable": None})
+        return replace(tree, params=params)
+
+    return plant
+
+
+def test_a_run_tells_how_far_the_openings_of_its_baseline_differ(reopened: Any) -> None:
+    tree = reopened(0.05)
+    found = openings.of_baseline(tree)[tree.params.benchmark.batch]
+    assert found.trials == 4
+    assert found.sd.low < 0.05 * np.sqrt(2) < found.sd.high
+    assert found.sd.value > 0.02
+
+
+def test_what_cannot_tell_of_openings_is_left_out(reopened: Any) -> None:
+    tree = reopened(0.05)
+    name = tree.engines[1]
+    raw = read_json(layout.report("benchmark", name))
+    for spoilt in ({"warm": False}, {"busy": "others"}, {"clock": "host"}):
+        write_json(layout.report("benchmark", name), {**raw, "baseline": {**raw["baseline"], **spoilt}})
+        assert openings.of_baseline(tree) == {}
+    write_json(layout.report("benchmark", name), {**raw, "baseline_sha256": "of another"})
+    assert openings.of_baseline(tree) == {}
+    write_json(layout.report("benchmark", name), raw)
+    assert openings.of_baseline(tree)
+    by_host = tree.params.benchmark.model_copy(update={"clock": "host"})
+    assert openings.of_baseline(replace(tree, params=tree.params.model_copy(update={"benchmark": by_host}))) == {}
+
+
+def test_speed_ups_allow_for_what_the_run_tells_of_openings(reopened: Any) -> None:
+    def width(sd: float) -> float:
+        gains = {v.name: v.speedup for v in results.variants(reopened(sd))}
+        return float(np.log(gains["base-ort"].high / gains["base-ort"].low))
+
+    assumed = width(0.0)
+    assert width(0.08) > 3 * assumed
+
+
+def test_a_few_openings_count_for_more_than_their_spread_says_and_never_less_than_assumed() -> None:
+    params = BenchmarkParams(reopen_sd=0.01, confidence=0.95)
+
+    def allowed(sd: float, trials: int, family: int = 1) -> float:
+        found = {1: Openings(Interval(sd, sd / 2, sd * 2), 0.001, trials)}
+        return openings.reopen_sd(params, found, 1, family)
+
+    assert openings.reopen_sd(params, {}, 1) == 0.01 == allowed(0.001, 10)
+    assert allowed(0.04, 10) == pytest.approx(0.04 * 2.262 / 1.960, rel=1e-3)  # Student's t of 9 degrees of freedom.
+    assert 0.04 < allowed(0.04, 1000) < allowed(0.04, 10) < allowed(0.04, 5)
+    assert allowed(0.04, 10, family=9) > allowed(0.04, 10)
+    assert openings.settings(params, {1: Openings(Interval(0.04, 0.02, 0.08), 0.001, 10)}).reopen_sd > 0.04

@@ -240,6 +240,16 @@ def test_without_a_meter_one_line_says_why_and_there_is_no_column(summary: dict[
     assert "No energy: no RAPL [here]." in markdown(summary) and "| energy |" not in markdown(summary)
 
 
+def test_openings_of_the_baseline_are_told_where_the_run_tells_of_them(summary: dict[str, Any]) -> None:
+    summary |= MARKDOWN
+    assert "openings" not in printed(summary) + markdown(summary)
+    sd = {"value": 0.056, "low": 0.038, "high": 0.102}
+    summary["openings"] = {"1": {"sd": sd, "noise": 0.001, "trials": 10, "assumed": 0.034}}
+    told = f"two openings of {summary['baseline']} differ by 5.6% [3.8%, 10.2%] at batch 1, by 10 of it"
+    assert told in " ".join(printed(summary).split()) and told in markdown(summary)
+    assert "and for 3.4% (reopen_sd) at least" in markdown(summary)
+
+
 def test_energy_and_memory_have_columns_where_they_are_known(summary: dict[str, Any]) -> None:
     summary["variants"][1] |= {"energy_mj": {"value": 2.0, "low": 1.9, "high": 2.1}, "memory_bytes": 3 << 20}
     summary |= MARKDOWN
