@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-import numpy as np
 
 from tasks import energy, footprint, manifest, measure, sequential, target
 from tasks.data import read
@@ -17,10 +15,10 @@ from tasks.errors import Fault, Unavailable
 from tasks.footprint import Footprint
 from tasks.manifest import Manifest
 from tasks.monitor import Conditions, Monitor
+from tasks.reopening import again, at, share
 from tasks.settings import BenchmarkParams, min_rounds
-from tasks.stats import Interval, ratio
-from tasks.timing import make_pool
-from tasks.workloads.protocol import Arrays
+from tasks.stats import Interval
+from tasks.timing import Opening, make_pool, once, over
 
 
 @dataclass(frozen=True)
@@ -29,6 +27,7 @@ class AtBatch:
 
     timing: measure.Timing
     baseline: measure.Timing
+    again: list[Opening]
     speedup: Interval
     confidence: float
     unstable: str | None
@@ -39,7 +38,8 @@ class BenchmarkReport:
     """Latency and speed-up over the baseline; all None, with the reason, if the engine can't run here.
 
     `baseline` is the baseline's own timing of the same rounds, so that the speed-up can be
-    computed again from this file; `also` holds the other batch sizes. `confidence` is that of the single interval
+    computed again from this file; `again` holds what further openings of both gave, `also` the other batch sizes.
+    `confidence` is that of the single interval
     `speedup`, raised for the looks that were taken and the engines that were judged together. `load_average` was
     read before and after. `target_id` is the machine that was measured, `conditions` what it was like meanwhile.
     `energy` is the engine's at `batch`, `footprint` what it took to open.
@@ -47,6 +47,7 @@ class BenchmarkReport:
 
     timing: measure.Timing | None
     baseline: measure.Timing | None
+    again: list[Opening]
     speedup: Interval | None
     confidence: float | None
     also: list[AtBatch]
@@ -83,12 +84,16 @@ def benchmark(source: Path, baseline: Path, data: Path, params: BenchmarkParams,
         against = stack.enter_context(_open_baseline(baseline))
         watch = stack.enter_context(Monitor((engine.device, against.device), params))
         metered = energy.prepare(engine.device, watch.card, params)
-        first, *also = (_at(engine, against, inputs, p, family, watch) for p in each_batch(params))
+        batches = [share(p) for p in each_batch(params)]
+        opened = [[at(engine, against, inputs, p, family, watch) for p in batches]]
         taken = energy.of(engine, inputs, params, metered, watch.disturbed)
         conditions = watch.conditions()
+    opened += again(source, baseline, data, batches, family)
+    first, *also = (_judged(list(o), p, family) for o, p in zip(zip(*opened, strict=True), batches, strict=True))
     return BenchmarkReport(
         timing=first.timing,
         baseline=first.baseline,
+        again=first.again,
         speedup=first.speedup,
         confidence=first.confidence,
         also=also,
@@ -109,6 +114,7 @@ def _not_run(reason: str, versus: str, described: Manifest, baseline: Manifest, 
     return BenchmarkReport(
         timing=None,
         baseline=None,
+        again=[],
         speedup=None,
         confidence=None,
         also=[],
@@ -130,18 +136,12 @@ def each_batch(params: BenchmarkParams) -> list[BenchmarkParams]:
     return [params, *(params.model_copy(update={"batch": batch, **other}) for batch in params.also)]
 
 
-def _at(
-    engine: Session, baseline: Session, inputs: Arrays, params: BenchmarkParams, family: int, watch: Monitor
-) -> AtBatch:
-    if params.also:
-        print(f"at batch {params.batch}", flush=True)
-    timings = measure.interleave(
-        {"engine": engine, "baseline": baseline}, inputs, params, family=family, disturbed=watch.disturbed
-    )
-    gain = measure.speedup(timings, "engine", "baseline", params.confidence, family)
-    sure = measure.confidence_of(timings["engine"], params.confidence, family)
-    reason = unstable(timings, params) or sequential.too_few(len(timings["engine"].medians), sure)
-    return AtBatch(timings["engine"], timings["baseline"], gain, sure, reason)
+def _judged(openings: list[Opening], params: BenchmarkParams, family: int) -> AtBatch:
+    first, rounds = openings[0], sum(len(o.timing.medians) for o in openings)
+    sure = measure.confidence_of(first.timing, params.confidence, family)
+    reason = unstable(openings, params) or sequential.too_few(rounds, sure)
+    gain = over(openings, params.confidence, family, params.reopen_sd)
+    return AtBatch(first.timing, first.baseline, openings[1:], gain, sure, reason)
 
 
 def _open_baseline(folder: Path) -> Session:
@@ -156,17 +156,23 @@ def _open_baseline(folder: Path) -> Session:
         ) from None
 
 
-def unstable(timings: Mapping[str, measure.Timing], params: BenchmarkParams) -> str | None:
-    """Why a measurement can't be used, or None; `timings` are of "engine" and "baseline".
+def unstable(openings: Sequence[Opening], params: BenchmarkParams) -> str | None:
+    """Why a measurement can't be used, or None.
 
-    The width is that of a single interval: how precise the measurement is, not how much it has to prove.
+    The width is that of a single interval of what the rounds tell: how precise the measurement is, not how much it has
+    to prove.
     """
-    busy = next((timing.busy for timing in timings.values() if timing.busy), None)
+    busy = next((timing.busy for o in openings for timing in (o.timing, o.baseline) if timing.busy), None)
     if busy:
         return busy
-    gain = ratio(np.array(timings["baseline"].medians), np.array(timings["engine"].medians), params.confidence)
+    gain = over([replace(o, timing=once(o.timing), baseline=once(o.baseline)) for o in openings], params.confidence)
     width = measure.relative_width(gain)
     if width > params.max_width:
         return f"the speed-up's interval is {width:.2%} wide, at most {params.max_width:.0%} is allowed"
-    cold = [f"the {who}'s" for who, timing in timings.items() if not timing.warm]
+    cold = dict.fromkeys(
+        f"the {who}'s"
+        for o in openings
+        for who, timing in (("engine", o.timing), ("baseline", o.baseline))
+        if not timing.warm
+    )
     return f"{' and '.join(cold)} latency did not settle during warm-up" if cold else None

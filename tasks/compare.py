@@ -31,7 +31,7 @@ class Comparison:
     """All variants with verdicts; `winner` is the fastest that passed, by `head_to_head`.
 
     `head_to_head` holds the finalists' timings of one measurement in common rounds, under `conditions`. `openings` is
-    how far the baseline's openings differ, by batch; see `openings.of_baseline`.
+    how far openings differ, by batch; see `openings.of_tree`.
     """
 
     variants: list[dict[str, Any]]
@@ -45,7 +45,7 @@ def compare(tree: Tree, data: Path) -> Comparison:
     """Read all results, apply the gates, measure the finalists side by side, and rank them."""
     judged = judged_variants(tree)
     by_name = {name: v for v in judged for name in (v.name, *v.also)}
-    names, reopened = finalists(tree, judged), openings.of_baseline(tree)
+    names, reopened = finalists(tree, judged), openings.of_tree(tree)
     settings = openings.settings(tree.params.benchmark, reopened, _pairs(len(names)))
     timings, conditions = head_to_head(names, data, settings) if len(names) > 1 else ({}, None)
     judged = [_against_plain(v, tree, by_name, timings) for v in judged]

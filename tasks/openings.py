@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from scipy.optimize import brentq
@@ -13,7 +14,8 @@ from tasks import layout
 from tasks.files import read_json
 from tasks.params import Tree
 from tasks.settings import BenchmarkParams
-from tasks.stats import Interval, log_error, ratio
+from tasks.stats import Interval, log_error
+from tasks.timing import Opening, once, restored
 
 FEWEST, CONFIDENCE = 5, 0.95
 # Rounds that all agree, by a coarse clock, don't know their ratio better than this.
@@ -33,32 +35,40 @@ class Openings:
     trials: int
 
 
-def of_baseline(tree: Tree) -> dict[int, Openings]:
-    """How far the baseline's openings differ, by batch: each engine's benchmark opened it, in a process of its own.
+def of_record(timed: Mapping[str, Any]) -> list[Opening]:
+    """The openings in a benchmark's report, or in what it holds of another batch."""
+    return [Opening(restored(raw["timing"]), restored(raw["baseline"])) for raw in (timed, *timed.get("again", ()))]
 
-    By the GPU's clock only. By the host's, what the machine drifted from one benchmark to the next would count too,
-    which common rounds take out. Disturbed measurements are left out; empty if fewer than five are left.
+
+def of_tree(tree: Tree) -> dict[int, Openings]:
+    """How far openings differ, by batch: of all engines that were opened several times, each in its own processes.
+
+    The ratio that one opening of an engine and the baseline gives differs from its next one by what both openings
+    change. Differences within an engine (Helmert's contrasts) are pooled over the tree; what a machine drifts from one
+    opening to the next isn't in them, since both engines share each one's rounds. Unstable measurements are left out;
+    empty if fewer than five differences are left.
     """
-    settings, found = tree.params.benchmark, dict[int, list[Sequence[float]]]()
-    baseline = layout.report("build", tree.params.baseline)
-    if settings.clock != "device" or not baseline.is_file():
-        return {}
-    digest = read_json(baseline).get("engine_sha256")
+    found: dict[int, list[tuple[float, float]]] = {}
     for report in (layout.report("benchmark", name) for name in tree.engines):
         timed = read_json(report) if report.is_file() else {}
-        if timed.get("baseline_sha256") != digest or not timed.get("timing"):
-            continue
-        for opened in (timed["baseline"], *(at["baseline"] for at in timed["also"])):
-            if opened["clock"] == settings.clock and opened["warm"] and not opened["busy"]:
-                found.setdefault(opened["batch"], []).append(opened["medians"])
-    told = {batch: _of_medians(medians) for batch, medians in found.items()}
+        for raw in (timed, *timed["also"]) if timed.get("timing") else ():
+            if not raw["unstable"]:
+                found.setdefault(raw["timing"]["batch"], []).extend(_contrasts(of_record(raw)))
+    told = {batch: spread([r for r, _ in pairs], [e for _, e in pairs], False) for batch, pairs in found.items()}
     return {batch: openings for batch, openings in told.items() if openings}
 
 
-def _of_medians(medians: Sequence[Sequence[float]]) -> Openings | None:
-    """The spread behind medians [openings, rounds] in milliseconds."""
-    middles = [ratio(np.asarray(rounds), np.ones(len(rounds)), CONFIDENCE) for rounds in medians if len(rounds) > 1]
-    return spread([m.value for m in middles], [log_error(m, CONFIDENCE) for m in middles], kept=True)
+def _contrasts(openings: Sequence[Opening]) -> list[tuple[float, float]]:
+    """Ratios of each opening after the first to those before it, scaled to vary as one does, and their errors."""
+    plain = [replace(o, timing=once(o.timing), baseline=once(o.baseline)).speedup(CONFIDENCE) for o in openings]
+    logs = np.log([found.value for found in plain])
+    errors = np.array([log_error(found, CONFIDENCE) for found in plain])
+    told = []
+    for n in range(1, len(plain)):
+        scale = np.sqrt(n / (n + 1))
+        noise = np.hypot(np.sqrt((errors[:n] ** 2).sum()) / n, errors[n])
+        told.append((float(np.exp(scale * (logs[:n].mean() - logs[n]))), float(scale * noise)))
+    return told
 
 
 def reopen_sd(params: BenchmarkParams, found: Mapping[int, Openings], batch: int, family: int = 1) -> float:
@@ -70,7 +80,7 @@ def reopen_sd(params: BenchmarkParams, found: Mapping[int, Openings], batch: int
     if batch not in found:
         return params.reopen_sd
     tail = (1 - params.confidence) / family / 2
-    inflated = found[batch].sd.value * float(stdtrit(found[batch].trials - 1, 1 - tail) / ndtri(1 - tail))
+    inflated = found[batch].sd.value * float(stdtrit(found[batch].trials, 1 - tail) / ndtri(1 - tail))
     return max(params.reopen_sd, inflated)
 
 

@@ -215,17 +215,17 @@ def unmetered(summary: dict[str, Any]) -> str:
 
 
 def reopened(summary: dict[str, Any]) -> str:
-    """By how much the baseline's openings differed, at each batch, and what is assumed; empty if it isn't known."""
+    """By how much openings differed, at each batch, and what is assumed; empty if it isn't known."""
     told = [
-        f"{o['sd']['value']:.1%} [{o['sd']['low']:.1%}, {o['sd']['high']:.1%}] at batch {batch}, by {o['trials']} of it"
+        f"{o['sd']['value']:.1%} [{o['sd']['low']:.1%}, {o['sd']['high']:.1%}] at batch {batch}"
         for batch, o in summary.get("openings", {}).items()
     ]
     if not told:
         return ""
     assumed = next(iter(summary["openings"].values()))["assumed"]
     return (
-        f"two openings of {summary['baseline']} differ by {'; '.join(told)} (standard deviation); intervals of "
-        f"speed-ups allow for that, by Student's t, and for {assumed:.1%} (reopen_sd) at least"
+        f"speed-ups differ by {' and '.join(told)} from one opening of the engines to the next (standard deviation); "
+        f"their intervals allow for that, by Student's t, and for {assumed:.1%} (reopen_sd) at least"
     )
 
 

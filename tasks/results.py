@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from tasks import costs, layout, manifest, openings, sequential
@@ -16,7 +17,7 @@ from tasks.openings import Openings
 from tasks.params import Tree
 from tasks.settings import MODEL_STEPS, ExportParams
 from tasks.stats import Interval, mean_score, paired_change
-from tasks.timing import confidence_of, restored, speedup
+from tasks.timing import confidence_of, over
 
 Reopened = Mapping[int, Openings]
 KINDS = {**dict.fromkeys(MODEL_STEPS, "model"), "export": "onnx", "quantize": "onnx"}
@@ -98,7 +99,7 @@ def variants(tree: Tree) -> list[Variant]:
     A variant without usable results comes as `failed` or `not_run` with the reason, others
     with an empty verdict for the gates to fill; reasons name further batches whose timing is unstable.
     """
-    reopened = openings.of_baseline(tree)
+    reopened = openings.of_tree(tree)
     found = [_variant(tree, name, reopened) for name in tree.engines]
     groups: dict[Any, list[Variant]] = {}
     for variant in found:
@@ -171,19 +172,19 @@ def _measured(tree: Tree, variant: Variant, reopened: Reopened) -> Variant:
     if not_run:
         return replace(variant, verdict="not_run", reasons=(not_run, *told))
     scores, against = read(layout.scores(name))["scores"], read(layout.scores(baseline))["scores"]
-    timing, unstable = timed["timing"], timed["unstable"] or _undecided(tree, timed)
+    unstable = timed["unstable"] or _undecided(tree, timed)
     stable = {str(at["timing"]["batch"]): at for at in timed["also"] if not at["unstable"]}
     return replace(
         variant,
         accuracy=mean_score(scores, tree.params.evaluate.confidence),
         samples=len(scores),
         accuracy_change=paired_change(scores, against, tree.params.evaluate.confidence),
-        latency_ms={k: timing[k] for k in ("p50", "p90", "p99", "n", "batch")},
-        throughput_per_s=timing["throughput_per_s"],
+        latency_ms=_latency(timed),
+        throughput_per_s=_throughput(timed),
         speedup=_gain(tree, timed, reopened),
         speedup_at={batch: _gain(tree, at, reopened) for batch, at in stable.items()},
-        throughput_at={batch: at["timing"]["throughput_per_s"] for batch, at in stable.items()},
-        clock=timing["clock"],
+        throughput_at={batch: _throughput(at) for batch, at in stable.items()},
+        clock=timed["timing"]["clock"],
         verdict="unstable" if unstable else "",
         reasons=(
             *([unstable] if unstable else ()),
@@ -201,9 +202,24 @@ def _evidence(built: dict[str, Any]) -> Evidence:
 def _gain(tree: Tree, timed: dict[str, Any], reopened: Reopened) -> Interval:
     """The speed-up, as sure as all engines' together have to be: the baseline's own is none of them."""
     sd = openings.reopen_sd(tree.params.benchmark, reopened, timed["timing"]["batch"], family(tree))
-    pair = {"engine": timed["timing"], "baseline": timed["baseline"]}
-    timings = {name: replace(restored(timing), reopen_sd=sd) for name, timing in pair.items()}
-    return speedup(timings, "engine", "baseline", tree.params.benchmark.confidence, family(tree))
+    return over(openings.of_record(timed), tree.params.benchmark.confidence, family(tree), sd)
+
+
+def _latency(timed: dict[str, Any]) -> dict[str, float | int | None]:
+    """The median over the openings, their highest other percentiles, and the number of calls of all."""
+    timings = [opening.timing for opening in openings.of_record(timed)]
+    p50, p90, p99 = ([p for t in timings if (p := getattr(t, key)) is not None] for key in ("p50", "p90", "p99"))
+    return {
+        "p50": geometric_mean(p50) if p50 else None,
+        "p90": max(p90, default=None),
+        "p99": max(p99, default=None),
+        "n": sum(t.n for t in timings),
+        "batch": timings[0].batch,
+    }
+
+
+def _throughput(timed: dict[str, Any]) -> float:
+    return geometric_mean([opening.timing.throughput_per_s for opening in openings.of_record(timed)])
 
 
 def family(tree: Tree) -> int:
@@ -213,9 +229,9 @@ def family(tree: Tree) -> int:
 
 def _undecided(tree: Tree, timed: dict[str, Any]) -> str | None:
     """Why the rounds are too few for as many engines as there are now, or None."""
-    engine = restored(timed["timing"])
-    sure = confidence_of(engine, tree.params.benchmark.confidence, family(tree))
-    return sequential.too_few(len(engine.medians), sure)
+    engines = [opening.timing for opening in openings.of_record(timed)]
+    sure = confidence_of(engines[0], tree.params.benchmark.confidence, family(tree))
+    return sequential.too_few(sum(len(engine.medians) for engine in engines), sure)
 
 
 def _failures(tree: Tree, name: str) -> list[str]:

@@ -71,7 +71,8 @@ class BenchmarkParams(Settings):
     A window is thrown away in which other processes took more than the share `max_lost` of its time, or in which the
     GPU was throttled, but for limits of its own in `tolerate`, or ran below the share `min_clock` of its highest clock.
     `reopen_sd` is by how much the ratio of one engine's latencies in two openings differs from 1, as a relative
-    standard deviation: rounds can't see it, so every speed-up's interval is widened by it.
+    standard deviation: rounds can't see it, so every speed-up's interval is widened by it. With several `openings`,
+    both engines are opened as often, each time in a process of its own, for a share of the rounds (8 at least).
     `clock` is `host` for a call as a caller sees it, copies included, or `device` for the GPU's own time
     between two events, with inputs already there.
 
@@ -89,6 +90,7 @@ class BenchmarkParams(Settings):
     warmup_ms: Rate = 300.0
     max_width: Fraction = 0.1
     budget_s: Rate = 8.0
+    openings: Annotated[Whole, Field(ge=1, le=20)] = 1
     reopen_sd: Annotated[Number, Field(ge=0, lt=1)] = 0.007
     max_lost: Rate = 0.1
     min_clock: Fraction = 0.9

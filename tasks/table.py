@@ -143,7 +143,7 @@ def markdown(summary: dict[str, Any]) -> str:
             *("| " + " | ".join(cells.get(key, "–") for key in headings) + " |" for cells in rows),
             "",
             *((f"No energy: {why}.", "") if (why := unmetered(summary)) else ()),
-            *((f"By the GPU's clock, {told}.", "") if (told := reopened(summary)) else ()),
+            *((f"{told[0].upper()}{told[1:]}.", "") if (told := reopened(summary)) else ()),
             *(f"- {reason}" for reason in _reasons(rows, "`")),
             "",
         ]

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
+from scipy.special import ndtri
 
 from tasks import sequential
 from tasks.engines.protocol import DeviceSession, Session
 from tasks.errors import Fault
 from tasks.manifest import TensorSpec
-from tasks.stats import Interval
+from tasks.stats import Interval, log_error
 from tasks.workloads.protocol import Arrays
 
 DEVICE_CALLS = 10
@@ -101,6 +102,40 @@ def speedup(timings: Mapping[str, Timing], name: str, versus: str, confidence: f
         raise Fault("nothing was timed", got="no rounds", expected="at least 2", do="run the benchmark again")
     looks = fast.looks or (len(fast.medians),)
     return sequential.speedup(slow.medians, fast.medians, looks, fast.horizon, confidence, family, fast.reopen_sd)
+
+
+@dataclass(frozen=True)
+class Opening:
+    """An engine's timing and the baseline's, of the same rounds of one opening of both."""
+
+    timing: Timing
+    baseline: Timing
+
+    def speedup(self, confidence: float, family: int = 1) -> Interval:
+        """How many times faster the engine is; see `speedup`."""
+        return speedup({"engine": self.timing, "baseline": self.baseline}, "engine", "baseline", confidence, family)
+
+
+def over(openings: Sequence[Opening], confidence: float, family: int = 1, reopen_sd: float = 0.0) -> Interval:
+    """The speed-up over one opening or several: the geometric mean of what each tells.
+
+    The interval of several is a normal one: the errors that each opening's rounds tell, and `reopen_sd`, in quadrature,
+    are those of a mean. It holds for the `family` together.
+    """
+    if len(openings) == 1:
+        one = openings[0]
+        timings = (replace(timing, reopen_sd=reopen_sd) for timing in (one.timing, one.baseline))
+        return Opening(*timings).speedup(confidence, family)
+    plain = [replace(o, timing=once(o.timing), baseline=once(o.baseline)).speedup(confidence) for o in openings]
+    errors = np.array([np.hypot(log_error(found, confidence), reopen_sd) for found in plain])
+    middle = float(np.mean(np.log([found.value for found in plain])))
+    half = float(ndtri(1 - (1 - confidence) / family / 2) * np.sqrt((errors**2).sum()) / len(plain))
+    return Interval(*(float(np.exp(middle + off)) for off in (0.0, -half, half)))
+
+
+def once(timing: Timing) -> Timing:
+    """A timing as it is, with nothing added for looks or openings."""
+    return replace(timing, looks=(), horizon=0, reopen_sd=0.0)
 
 
 def confidence_of(timing: Timing, confidence: float, family: int = 1) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tasks import reopening
 from tasks.benchmark import benchmark, each_batch, unstable
 from tasks.errors import Fault
 from tasks.files import read_json, sha256
@@ -16,6 +18,7 @@ from tasks.measure import Timing
 from tasks.settings import BenchmarkParams
 from tasks.stats import ratio, reopened
 from tasks.target import fingerprint
+from tasks.timing import Opening, over
 
 TIMING = Timing(1, "host", 1.0, None, None, 1.0, 30, 1000.0, True, (1.0,) * 12, (12,), 12)
 
@@ -47,7 +50,7 @@ def test_the_report_names_both_engines_by_digest(line: Path, artifact: Any) -> N
 def test_the_report_tells_the_conditions_the_energy_and_the_start(line: Path) -> None:
     report = read_json(line / "results/benchmark/base-ort.json")
     conditions, energy, start = report["conditions"], report["energy"], report["footprint"]
-    assert conditions["readings"] > 2 * 2 * 8
+    assert conditions["readings"] > 2 * 8
     assert conditions["seconds"] > 0.05
     assert {"before", "after", "steal_share", "switches", "reasons", "missing"} <= set(conditions)
     assert (energy["raw_mj_per_inference"] is None) == bool(energy["reason"])
@@ -110,13 +113,14 @@ def test_a_measurement_that_cannot_be_used_says_why(spread: float, cold: tuple[s
         who: replace(TIMING, warm=who not in cold, medians=wavering(1.0, spread if who == "engine" else 0))
         for who in ("engine", "baseline")
     }
-    told = unstable(timings, BenchmarkParams())
+    told = unstable([Opening(timings["engine"], timings["baseline"])], BenchmarkParams())
     assert told == reason or (spread > 0.5 and told and told.endswith("wide, at most 10% is allowed"))
 
 
 def test_disturbed_rounds_are_no_measurement() -> None:
     busy = "only 3 of 20 rounds were undisturbed: other processes took its cores"
-    assert unstable({"engine": TIMING, "baseline": replace(TIMING, busy=busy)}, BenchmarkParams()) == busy
+    disturbed = Opening(TIMING, replace(TIMING, busy=busy))
+    assert unstable([Opening(TIMING, TIMING), disturbed], BenchmarkParams()) == busy
 
 
 def test_too_few_rounds_for_so_many_engines_are_no_measurement(artifact: Any, data_folder: Path) -> None:
@@ -131,3 +135,42 @@ def test_other_batches_get_half_the_rounds_and_half_the_time() -> None:
     first, other = each_batch(BenchmarkParams(rounds=20, max_rounds=60, budget_s=8, also=(32,)))
     assert (first.batch, first.rounds, first.max_rounds, first.budget_s) == (1, 20, 60, 8)
     assert (other.batch, other.rounds, other.max_rounds, other.budget_s) == (32, 10, 30, 4)
+
+
+def test_further_openings_are_made_in_processes_of_their_own(
+    artifact: Any, data_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    params = BenchmarkParams(
+        openings=3, rounds=24, also=(2,), window_ms=2, warmup_ms=10, max_width=0.99, max_lost=1000, energy=False
+    )
+    report = benchmark(artifact("base-ort"), artifact("base-eager"), data_folder, params, family=4)
+    assert report.timing is not None and report.baseline is not None
+    openings = [Opening(report.timing, report.baseline), *report.again]
+    assert [len(o.timing.medians) for o in openings] == [8, 8, 8]
+    assert len({o.timing.medians for o in openings}) == 3
+    assert report.speedup == over(openings, params.confidence, 4, params.reopen_sd)
+    assert [[o.timing.batch for o in at.again] for at in report.also] == [[2, 2]]
+    assert "opening 3 of 3" in capfd.readouterr().out
+
+
+class Deadly:
+    """A folder's name that ends the process that unpickles it."""
+
+    name = "base-ort"
+
+    def __reduce__(self) -> Any:
+        return os._exit, (1,)
+
+
+def test_a_process_that_dies_as_it_opens_an_engine_is_a_fault(artifact: Any, data_folder: Path) -> None:
+    deadly: Any = Deadly()
+    with pytest.raises(Fault, match="base-ort died as it was opened again"):
+        reopening.again(deadly, artifact("base-eager"), data_folder, [BenchmarkParams(openings=2)], 1)
+
+
+def test_openings_share_the_rounds_and_none_stops_early() -> None:
+    params = BenchmarkParams(rounds=30, max_rounds=60, budget_s=9)
+    assert reopening.share(params) == params
+    each = reopening.share(params.model_copy(update={"openings": 3}))
+    assert (each.rounds, each.max_rounds, each.budget_s) == (10, 10, 3)
+    assert reopening.share(params.model_copy(update={"openings": 20})).rounds == 8

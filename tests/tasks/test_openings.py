@@ -14,6 +14,7 @@ from tasks.openings import Openings, spread
 from tasks.params import Tree
 from tasks.settings import BenchmarkParams
 from tasks.stats import Interval
+from tasks.timing import Opening, over
 
 
 def drawn(
@@ -86,55 +87,92 @@ def test_few_openings_tell_nothing() -> None:
 
 
 @pytest.fixture
-def reopened(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`reopened(sd)`: the tree, timed by the GPU's clock, each benchmark's baseline off by so much, engines with it."""
-    monkeypatch.setattr(openings, "FEWEST", 4)
+def reopened(tree: Tree) -> Any:
+    """`reopened(sd)`: every engine of the tree timed in four openings, whose ratios differ by so much."""
     rng = np.random.default_rng(5)
-    params = tree.params.model_copy(update={"benchmark": tree.params.benchmark.model_copy(update={"clock": "device"})})
+
+    def timing(raw: dict[str, Any], ms: float) -> dict[str, Any]:
+        """Eight rounds with noise of 0.1 %."""
+        return {**raw, "medians": list(ms * rng.normal(1, 1e-3, 8)), "warm": True, "busy": None}
 
     def plant(sd: float) -> Tree:
         for name in tree.engines:
             raw = read_json(layout.report("benchmark", name))
             if raw["timing"]:
-                baseline = np.exp(sd * rng.normal()) * rng.normal(1, 1e-3, len(raw["baseline"]["medians"]))
-                raw["baseline"] |= {"medians": list(baseline), "clock": "device", "warm": True, "busy": None}
-                raw["timing"] |= {"medians": list(baseline / 2), "clock": "device", "warm": True, "busy": None}
-                write_json(layout.report("benchmark", name), {**raw, "also": [], "unstable": None})
-        return replace(tree, params=params)
+                pairs = [
+                    {"timing": timing(raw["timing"], off / 2), "baseline": timing(raw["baseline"], 1.0)}
+                    for off in np.exp(sd * rng.normal(size=4))
+                ]
+                write_json(layout.report("benchmark", name), {**raw, **pairs[0], "again": pairs[1:], "unstable": None})
+        return tree
 
     return plant
 
 
-def test_a_run_tells_how_far_the_openings_of_its_baseline_differ(reopened: Any) -> None:
+def test_a_run_tells_how_far_openings_differ(reopened: Any) -> None:
     tree = reopened(0.05)
-    found = openings.of_baseline(tree)[tree.params.benchmark.batch]
-    assert found.trials == 4
-    assert found.sd.low < 0.05 * np.sqrt(2) < found.sd.high
-    assert found.sd.value > 0.02
+    found = openings.of_tree(tree)[tree.params.benchmark.batch]
+    assert found.trials == 4 * 3
+    assert found.sd.low < 0.05 < found.sd.high
+    assert found.noise < 0.002
 
 
-def test_what_cannot_tell_of_openings_is_left_out(reopened: Any) -> None:
+def test_the_spread_is_of_one_ratio_whatever_the_number_of_openings(tree: Tree) -> None:
+    rng = np.random.default_rng(7)
+    raw = read_json(layout.report("benchmark", tree.engines[0]))
+
+    def opened(n: int) -> list[Opening]:
+        one = openings.of_record({**raw, "again": []})[0]
+        flat = replace(one.timing, medians=(1.0,) * 8)
+        return [
+            Opening(flat, replace(flat, medians=tuple(off * rng.normal(1, 1e-3, 8))))
+            for off in np.exp(0.04 * rng.normal(size=n))
+        ]
+
+    for n in (2, 3, 5):
+        pairs = [pair for _ in range(400) for pair in openings._contrasts(opened(n))]
+        assert len(pairs) == 400 * (n - 1)
+        assert np.std(np.log([r for r, _ in pairs])) == pytest.approx(0.04, rel=0.1)
+
+
+def test_what_is_unstable_or_was_opened_once_tells_nothing(reopened: Any) -> None:
     tree = reopened(0.05)
-    name = tree.engines[1]
-    raw = read_json(layout.report("benchmark", name))
-    for spoilt in ({"warm": False}, {"busy": "others"}, {"clock": "host"}):
-        write_json(layout.report("benchmark", name), {**raw, "baseline": {**raw["baseline"], **spoilt}})
-        assert openings.of_baseline(tree) == {}
-    write_json(layout.report("benchmark", name), {**raw, "baseline_sha256": "of another"})
-    assert openings.of_baseline(tree) == {}
-    write_json(layout.report("benchmark", name), raw)
-    assert openings.of_baseline(tree)
-    by_host = tree.params.benchmark.model_copy(update={"clock": "host"})
-    assert openings.of_baseline(replace(tree, params=tree.params.model_copy(update={"benchmark": by_host}))) == {}
+    names = [n for n in tree.engines if read_json(layout.report("benchmark", n))["timing"]]
+    for name, change in zip(names, ({"again": []}, {"unstable": "it is"}, {}, {}), strict=True):
+        path = layout.report("benchmark", name)
+        write_json(path, {**read_json(path), **change})
+    assert openings.of_tree(tree)[tree.params.benchmark.batch].trials == 2 * 3
+    for name in names[2:]:
+        write_json(layout.report("benchmark", name), {**read_json(layout.report("benchmark", name)), "again": []})
+    assert openings.of_tree(tree) == {}
 
 
 def test_speed_ups_allow_for_what_the_run_tells_of_openings(reopened: Any) -> None:
-    def width(sd: float) -> float:
-        gains = {v.name: v.speedup for v in results.variants(reopened(sd))}
-        return float(np.log(gains["base-ort"].high / gains["base-ort"].low))
+    def gain(sd: float) -> Interval:
+        found = {v.name: v.speedup for v in results.variants(reopened(sd))}["base-ort"]
+        assert found is not None
+        return found
 
-    assumed = width(0.0)
-    assert width(0.08) > 3 * assumed
+    def width(found: Interval) -> float:
+        return float(np.log(found.high / found.low))
+
+    assert width(gain(0.08)) > 3 * width(gain(0.0))
+    assert 0.85 < gain(0.08).value / 2 < 1.2
+
+
+def test_several_openings_give_their_mean_and_a_narrower_interval(tree: Tree) -> None:
+    one = openings.of_record(read_json(layout.report("benchmark", "base-ort")))[0]
+    slow, fast = (replace(one.timing, medians=tuple(ms * (1 + 1e-4 * i) for i in range(12))) for ms in (2.0, 1.0))
+    pair = Opening(fast, replace(slow, medians=slow.medians))
+    same = over([pair] * 4, 0.95, reopen_sd=0.03)
+    assert same.value == pytest.approx(2.0)
+    assert np.log(same.high / same.low) == pytest.approx(2 * 1.96 * 0.03 / 2, rel=0.01)
+    assert over([pair] * 4, 0.95, 9, 0.03).low < same.low
+    other = Opening(fast, replace(slow, medians=tuple(1.1 * m for m in slow.medians)))
+    assert over([pair, other], 0.95).value == pytest.approx(2 * 1.1**0.5)
+    assert over([pair], 0.95, 3, 0.03) == Opening(
+        replace(fast, reopen_sd=0.03), replace(pair.baseline, reopen_sd=0.03)
+    ).speedup(0.95, 3)
 
 
 def test_a_few_openings_count_for_more_than_their_spread_says_and_never_less_than_assumed() -> None:
@@ -145,7 +183,7 @@ def test_a_few_openings_count_for_more_than_their_spread_says_and_never_less_tha
         return openings.reopen_sd(params, found, 1, family)
 
     assert openings.reopen_sd(params, {}, 1) == 0.01 == allowed(0.001, 10)
-    assert allowed(0.04, 10) == pytest.approx(0.04 * 2.262 / 1.960, rel=1e-3)  # Student's t of 9 degrees of freedom.
+    assert allowed(0.04, 9) == pytest.approx(0.04 * 2.262 / 1.960, rel=1e-3)  # Student's t of 9 degrees of freedom.
     assert 0.04 < allowed(0.04, 1000) < allowed(0.04, 10) < allowed(0.04, 5)
     assert allowed(0.04, 10, family=9) > allowed(0.04, 10)
     assert openings.settings(params, {1: Openings(Interval(0.04, 0.02, 0.08), 0.001, 10)}).reopen_sd > 0.04
