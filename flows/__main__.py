@@ -14,7 +14,9 @@ from flows import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 # The terminal shows each stage's end and the reason of a failure; Prefect would tell it all again.
-environment.apply(PREFECT_LOGGING_LEVEL="CRITICAL", PREFECT_SERVER_LOGGING_LEVEL="CRITICAL")
+environment.apply(
+    PREFECT_LOGGING_LEVEL="CRITICAL", PREFECT_SERVER_LOGGING_LEVEL="CRITICAL", PREFECT_INTERNAL_LOGGING_LEVEL="CRITICAL"
+)
 
 
 def main() -> int:

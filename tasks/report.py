@@ -218,6 +218,8 @@ def reopened(summary: dict[str, Any]) -> str:
     """By how much openings differed, at each batch, and what is assumed; empty if it isn't known."""
     told = [
         f"{o['sd']['value']:.1%} [{o['sd']['low']:.1%}, {o['sd']['high']:.1%}] at batch {batch}"
+        if o["sd"]["high"]
+        else f"no more than their rounds do ({o['noise']:.1%}) at batch {batch}"
         for batch, o in summary.get("openings", {}).items()
     ]
     if not told:

@@ -248,6 +248,9 @@ def test_openings_of_the_baseline_are_told_where_the_run_tells_of_them(summary: 
     told = "peed-ups differ by 5.6% [3.8%, 10.2%] at batch 1 from one opening of the engines to the next"
     assert told in " ".join(printed(summary).split()) and f"S{told}" in markdown(summary)
     assert "and for 3.4% (reopen_sd) at least" in markdown(summary)
+    none = {"value": 0.0, "low": 0.0, "high": 0.0}
+    summary["openings"]["32"] = {"sd": none, "noise": 0.05, "trials": 9, "assumed": 0.034}
+    assert "and no more than their rounds do (5.0%) at batch 32 from one opening" in markdown(summary)
 
 
 def test_energy_and_memory_have_columns_where_they_are_known(summary: dict[str, Any]) -> None:
