@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import inspect
 import os
@@ -239,15 +238,6 @@ def rollback() -> None:
     print(f"champion-{here.id} is version {champion} again, previous is version {previous}")
 
 
-def _die_with_parent() -> None:
-    """Ask the kernel to kill this process when the driver that started it dies (prctl(2))."""
-    parent = os.environ.get("ENGINESMITH_PARENT")
-    if parent and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        if os.getppid() != int(parent):
-            sys.exit(143)
-
-
 def _fail(reason: str, message: str, status: int) -> None:
     if place := os.environ.get("ENGINESMITH_REASON"):
         Path(place).write_text(" ".join(reason.split()))
@@ -257,7 +247,8 @@ def _fail(reason: str, message: str, status: int) -> None:
 
 def main() -> None:
     """Run a command; faults of input print without a traceback and exit with 2."""
-    _die_with_parent()
+    if parent := os.environ.get("ENGINESMITH_PARENT"):
+        machine.die_with(int(parent))
     # A log's last line is shown while a stage runs: not the place for the libraries' deprecations.
     if not sys.warnoptions:
         warnings.simplefilter("ignore")

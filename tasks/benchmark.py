@@ -14,7 +14,7 @@ from tasks.engines.protocol import Session, open_engine
 from tasks.errors import Fault, Unavailable
 from tasks.footprint import Footprint
 from tasks.manifest import Manifest
-from tasks.monitor import Conditions, Monitor
+from tasks.monitor import Conditions, Monitor, merged
 from tasks.reopening import again, at, share
 from tasks.settings import BenchmarkParams, min_rounds
 from tasks.stats import Interval
@@ -85,11 +85,12 @@ def benchmark(source: Path, baseline: Path, data: Path, params: BenchmarkParams,
         watch = stack.enter_context(Monitor((engine.device, against.device), params))
         metered = energy.prepare(engine.device, watch.card, params)
         batches = [share(p) for p in each_batch(params)]
-        opened = [[at(engine, against, inputs, p, family, watch) for p in batches]]
+        opened = [at(engine, against, inputs, p, family, watch) for p in batches]
         taken = energy.of(engine, inputs, params, metered, watch.disturbed)
         conditions = watch.conditions()
-    opened += again(source, baseline, data, batches, family)
-    first, *also = (_judged(list(o), p, family) for o, p in zip(zip(*opened, strict=True), batches, strict=True))
+    further = again(source, baseline, data, batches, family)
+    each = zip(*(opened, *(openings for openings, _ in further)), strict=True)
+    first, *also = (_judged(list(openings), p, family) for openings, p in zip(each, batches, strict=True))
     return BenchmarkReport(
         timing=first.timing,
         baseline=first.baseline,
@@ -104,7 +105,7 @@ def benchmark(source: Path, baseline: Path, data: Path, params: BenchmarkParams,
         baseline_sha256=other.engine_sha256,
         load_average=(before, measure.load_average()),
         target_id=here,
-        conditions=conditions,
+        conditions=merged([conditions, *(told for _, told in further)]),
         energy=taken,
         footprint=start,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -31,21 +32,21 @@ class Comparison:
     """All variants with verdicts; `winner` is the fastest that passed, by `head_to_head`.
 
     `head_to_head` holds the finalists' timings of one measurement in common rounds, under `conditions`. `openings` is
-    how far openings differ, by batch; see `openings.of_tree`.
+    how far openings differ, by batch; see `openings.pooled`.
     """
 
     variants: list[dict[str, Any]]
     head_to_head: dict[str, measure.Timing]
     winner: str | None
     conditions: Conditions | None = None
-    openings: dict[int, Openings] = field(default_factory=dict)
+    openings: Mapping[int, Openings] = field(default_factory=dict)
 
 
 def compare(tree: Tree, data: Path) -> Comparison:
     """Read all results, apply the gates, measure the finalists side by side, and rank them."""
     judged = judged_variants(tree)
     by_name = {name: v for v in judged for name in (v.name, *v.also)}
-    names, reopened = finalists(tree, judged), openings.of_tree(tree)
+    names, reopened = finalists(tree, judged), results.reopened(tree)
     settings = openings.settings(tree.params.benchmark, reopened, _pairs(len(names)))
     timings, conditions = head_to_head(names, data, settings) if len(names) > 1 else ({}, None)
     judged = [_against_plain(v, tree, by_name, timings) for v in judged]
@@ -53,7 +54,7 @@ def compare(tree: Tree, data: Path) -> Comparison:
     truncated = {v.name for v in front(judged)[MAX_FINALISTS:]}
     judged = [_against_winner(v, winner, timings, truncated, tree.params.benchmark.confidence) for v in judged]
     judged = [_unsettled(v, timings) for v in judged]
-    found = [results.plain(replace(v, content=_content(tree, v))) for v in judged]
+    found = [results.plain(replace(v, content=_content(tree, v, reopened))) for v in judged]
     return Comparison(found, timings, winner, conditions, reopened)
 
 
@@ -210,7 +211,7 @@ def _unsettled(variant: Variant, timings: dict[str, measure.Timing]) -> Variant:
     return replace(variant, reasons=(*variant.reasons, *told))
 
 
-def _content(tree: Tree, variant: Variant) -> str:
+def _content(tree: Tree, variant: Variant, reopened: Mapping[int, Openings]) -> str:
     """A digest of what is recorded of a variant, with its lineage's settings and curves: equal when nothing changed."""
     settings = {key: str(value) for key, value in lineage_params(tree, variant.lineage).items()}
     curve = [asdict(point) for point in curves.points(tree, variant.lineage)]
@@ -224,5 +225,6 @@ def _content(tree: Tree, variant: Variant) -> str:
             settings,
             curve,
             *(read_json(f) if f.is_file() else None for f in files),
+            *(asdict(found) for found in reopened.values()),
         ]
     )

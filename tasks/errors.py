@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 
 class Fault(Exception):
     """Bad input or a broken artifact.
@@ -12,6 +15,10 @@ class Fault(Exception):
     def __init__(self, what: str, *, got: object, expected: object, do: str) -> None:
         super().__init__(f"{what}\n  got:      {got}\n  expected: {expected}\n  to do:    {do}")
         self.what, self.got, self.expected, self.do = what, got, expected, do
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        made = partial(Fault, self.what, got=str(self.got), expected=str(self.expected), do=self.do)
+        return made, ()
 
     @property
     def line(self) -> str:

@@ -5,8 +5,11 @@ ENGINESMITH_LOCK names another file, for users who share a machine.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -20,6 +23,14 @@ def hold(alone: bool, path: Path = LOCK) -> Iterator[None]:
     with path.open("a") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         yield
+
+
+def die_with(parent: int) -> None:
+    """Ask the kernel to kill this process when the one that started it dies (prctl(2), Linux); exit if it has."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        if os.getppid() != parent:
+            sys.exit(143)
 
 
 def step(alone: bool) -> AbstractContextManager[None]:

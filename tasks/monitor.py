@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -146,6 +146,37 @@ class Monitor:
         self._readings += 1
         self._slowest_ms = max(self._slowest_ms, (time.perf_counter() - start) * 1e3)
         return found
+
+
+def merged(parts: Sequence[Conditions]) -> Conditions:
+    """The conditions of a measurement that was made in several parts, one after the other."""
+    first, last = parts[0], parts[-1]
+
+    def values(key: str) -> list[Any]:
+        return [value for part in parts if (value := getattr(part, key)) is not None]
+
+    def span(key: str) -> Any:
+        found = values(key)
+        return (min(low for low, _ in found), max(high for _, high in found)) if found else None
+
+    stolen = [(part.steal_share, part.seconds) for part in parts if part.steal_share is not None]
+    held = values("held_back_ms")
+    return replace(
+        first,
+        after=last.after,
+        seconds=sum(values("seconds")),
+        readings=sum(values("readings")),
+        reading_ms=max(values("reading_ms")),
+        **{key: span(key) for key in ("sm_mhz", "memory_mhz", "temperature_c", "power_w")},
+        reasons=tuple(dict.fromkeys(r for told in values("reasons") for r in told)) if values("reasons") else None,
+        held_back_ms={key: sum(h.get(key, 0.0) for h in held) for key in held[0]} if held else None,
+        others=max(values("others"), default=None),
+        others_busy=max(values("others_busy"), default=None),
+        steal_share=sum(s * t for s, t in stolen) / sum(t for _, t in stolen) if stolen else None,
+        switches=sum(values("switches")),
+        throttled=sum(values("throttled")) if values("throttled") else None,
+        missing={key: why for part in parts for key, why in part.missing.items()},
+    )
 
 
 def spoilt(before: Gpu, now: Gpu, highest_mhz: int, params: BenchmarkParams) -> str | None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import geometric_mean
 from typing import Any
 
 import numpy as np
 from scipy.optimize import brentq
 from scipy.special import chdtri, ndtri, stdtrit
 
-from tasks import layout
-from tasks.files import read_json
-from tasks.params import Tree
 from tasks.settings import BenchmarkParams
 from tasks.stats import Interval, log_error
 from tasks.timing import Opening, once, restored
@@ -40,20 +38,43 @@ def of_record(timed: Mapping[str, Any]) -> list[Opening]:
     return [Opening(restored(raw["timing"]), restored(raw["baseline"])) for raw in (timed, *timed.get("again", ()))]
 
 
-def of_tree(tree: Tree) -> dict[int, Openings]:
+def latency(timed: Mapping[str, Any]) -> dict[str, float | int | None]:
+    """Milliseconds over the openings: the mean of their medians (geometric), the highest of their other percentiles.
+
+    A percentile that one of them has too few calls for is None; `n` is the fewest calls of an opening.
+    """
+    timings = [opening.timing for opening in of_record(timed)]
+    p50, p90, p99 = ([getattr(t, key) for t in timings] for key in ("p50", "p90", "p99"))
+    return {
+        "p50": None if None in p50 else _mean(p50),
+        "p90": None if None in p90 else max(p90),
+        "p99": None if None in p99 else max(p99),
+        "n": min(t.n for t in timings),
+        "batch": timings[0].batch,
+    }
+
+
+def throughput(timed: Mapping[str, Any]) -> float:
+    """Samples a second over the openings, their geometric mean."""
+    return _mean([opening.timing.throughput_per_s for opening in of_record(timed)])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return values[0] if len(values) == 1 else geometric_mean(values)
+
+
+def pooled(records: Iterable[Mapping[str, Any]]) -> dict[int, Openings]:
     """How far openings differ, by batch: of all engines that were opened several times, each in its own processes.
 
-    The ratio that one opening of an engine and the baseline gives differs from its next one by what both openings
-    change. Differences within an engine (Helmert's contrasts) are pooled over the tree; what a machine drifts from one
-    opening to the next isn't in them, since both engines share each one's rounds. Unstable measurements are left out;
-    empty if fewer than five differences are left.
+    `records` are the reports of usable benchmarks. The ratio that one opening of an engine and the baseline gives
+    differs from its next one by what both openings change. Differences within an engine (Helmert's contrasts) are
+    pooled; what a machine drifts from one opening to the next isn't in them, since both engines share each one's
+    rounds. Unstable measurements are left out; empty if fewer than five differences are left.
     """
     found: dict[int, list[tuple[float, float]]] = {}
-    for report in (layout.report("benchmark", name) for name in tree.engines):
-        timed = read_json(report) if report.is_file() else {}
-        for raw in (timed, *timed["also"]) if timed.get("timing") else ():
-            if not raw["unstable"]:
-                found.setdefault(raw["timing"]["batch"], []).extend(_contrasts(of_record(raw)))
+    for raw in (raw for timed in records for raw in (timed, *timed["also"])):
+        if raw.get("again") and not raw["unstable"]:
+            found.setdefault(raw["timing"]["batch"], []).extend(_contrasts(of_record(raw)))
     told = {batch: spread([r for r, _ in pairs], [e for _, e in pairs], False) for batch, pairs in found.items()}
     return {batch: openings for batch, openings in told.items() if openings}
 

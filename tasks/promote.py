@@ -200,7 +200,7 @@ def _challenge(
             return None, (f"{label} fails today's gates: {fault}",)
         challenger = stack.enter_context(open_engine(layout.artifact(candidate.name)))
         samples = read(data / "validation.npz")
-        settings = openings.settings(tree.params.benchmark, openings.of_tree(tree))
+        settings = openings.settings(tree.params.benchmark, results.reopened(tree))
         inputs = measure.inputs_of(challenger.inputs, samples, settings.length)
         watch = stack.enter_context(Monitor((challenger.device, defender.device), settings))
         sessions = {"challenger": challenger, "champion": defender}

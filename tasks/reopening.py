@@ -2,42 +2,38 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+import os
+import warnings
 from contextlib import ExitStack
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
-from tasks import manifest, measure
+from tasks import machine, manifest, measure
 from tasks.data import read
 from tasks.engines.protocol import Session, open_engine
-from tasks.errors import Fault
-from tasks.monitor import Monitor
-from tasks.settings import BenchmarkParams
+from tasks.errors import Fault, Unavailable, in_words
+from tasks.monitor import Conditions, Monitor
+from tasks.settings import BenchmarkParams, min_rounds
 from tasks.timing import Opening
 from tasks.workloads.protocol import Arrays
 
+LEAVING_S = 30.0
+Opened = tuple[list[Opening], Conditions]
 
-def again(source: Path, baseline: Path, data: Path, batches: list[BenchmarkParams], family: int) -> list[list[Opening]]:
-    """The second opening and those after it, each measured at every batch: [openings - 1, batches].
 
-    A process keeps what it has chosen once, such as kernels and places in memory: a new one chooses anew. Raises
-    Fault if one dies.
+def again(source: Path, baseline: Path, data: Path, batches: list[BenchmarkParams], family: int) -> list[Opened]:
+    """The second opening and those after it: of each, the measurements at every batch, and the conditions.
+
+    A process keeps what it has chosen once, such as kernels and places in memory: a new one chooses anew. Every other
+    opens the baseline first, so that what the order does, falls on both. Raises Fault if one dies, and what it raised.
     """
     found, openings = [], batches[0].openings
     for number in range(2, openings + 1):
         print(f"opening {number} of {openings}", flush=True)
         seeded = [params.model_copy(update={"seed": params.seed + number}) for params in batches]
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            try:
-                found.append(pool.submit(_opened, source, baseline, data, seeded, family).result())
-            except BrokenProcessPool as error:
-                raise Fault(
-                    f"{source.name} died as it was opened again",
-                    got=str(error),
-                    expected=f"{openings} openings (benchmark.openings)",
-                    do="see the log for what it said last; memory may have run out",
-                ) from None
+        found.append(_apart(source, baseline, data, seeded, family, number % 2 == 0))
     return found
 
 
@@ -45,7 +41,7 @@ def share(params: BenchmarkParams) -> BenchmarkParams:
     """What each opening gets of the rounds and the time; of several, none stops early."""
     if params.openings == 1:
         return params
-    rounds = max(8, -(-params.rounds // params.openings))
+    rounds = max(8, min_rounds(params.confidence), -(-params.rounds // params.openings))
     each = {"rounds": rounds, "max_rounds": rounds, "budget_s": params.budget_s / params.openings}
     return params.model_copy(update=each)
 
@@ -61,9 +57,51 @@ def at(
     return Opening(timings["engine"], timings["baseline"])
 
 
-def _opened(source: Path, baseline: Path, data: Path, batches: list[BenchmarkParams], family: int) -> list[Opening]:
+def _apart(
+    source: Path, baseline: Path, data: Path, batches: list[BenchmarkParams], family: int, baseline_first: bool
+) -> Opened:
+    """`_opened` in a new process, which ends with this one, and with what interrupts it."""
+    context = get_context("spawn")
+    answer, question = context.Pipe(duplex=False)
+    given = (source, baseline, data, batches, family, baseline_first)
+    child = context.Process(target=_answer, args=(question, os.getpid(), *given))
+    child.start()
+    question.close()
+    try:
+        found: Opened | Exception = answer.recv()
+        child.join(LEAVING_S)
+    except EOFError:
+        child.join()
+        raise Fault(
+            f"{source.name} died as it was opened again",
+            got=f"a process that ended with status {child.exitcode}",
+            expected=f"{batches[0].openings} openings (benchmark.openings)",
+            do="see the log for what it said last; memory may have run out",
+        ) from None
+    finally:
+        child.kill()
+        child.join()
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _answer(question: Connection, parent: int, *given: Any) -> None:
+    machine.die_with(parent)
+    warnings.simplefilter("ignore")
+    try:
+        question.send(_opened(*given))
+    except Exception as error:
+        question.send(error if isinstance(error, Fault | Unavailable) else RuntimeError(in_words(error)))
+
+
+def _opened(
+    source: Path, baseline: Path, data: Path, batches: list[BenchmarkParams], family: int, baseline_first: bool
+) -> Opened:
     inputs = measure.inputs_of(manifest.read(source).inputs, read(data / "validation.npz"), batches[0].length)
     with ExitStack() as stack:
-        engine, against = (stack.enter_context(open_engine(folder)) for folder in (source, baseline))
+        order = (baseline, source) if baseline_first else (source, baseline)
+        opened = [stack.enter_context(open_engine(folder)) for folder in order]
+        engine, against = reversed(opened) if baseline_first else opened
         watch = stack.enter_context(Monitor((engine.device, against.device), batches[0]))
-        return [at(engine, against, inputs, params, family, watch) for params in batches]
+        return [at(engine, against, inputs, params, family, watch) for params in batches], watch.conditions()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from statistics import geometric_mean
 from typing import Any
 
 from tasks import costs, layout, manifest, openings, sequential
@@ -99,13 +98,19 @@ def variants(tree: Tree) -> list[Variant]:
     A variant without usable results comes as `failed` or `not_run` with the reason, others
     with an empty verdict for the gates to fill; reasons name further batches whose timing is unstable.
     """
-    reopened = openings.of_tree(tree)
-    found = [_variant(tree, name, reopened) for name in tree.engines]
+    told = reopened(tree)
+    found = [_variant(tree, name, told) for name in tree.engines]
     groups: dict[Any, list[Variant]] = {}
     for variant in found:
         key = _content_key(variant.name) if variant.verdict != "failed" else variant.name
         groups.setdefault(key, []).append(variant)
     return [_merged(tree, group) for group in groups.values()]
+
+
+def reopened(tree: Tree) -> Reopened:
+    """How far openings of the tree's engines differ, by batch, of those with usable results; see `openings.pooled`."""
+    usable = [v.name for name in tree.engines if (v := _variant(tree, name, {})).verdict not in ("failed", "not_run")]
+    return openings.pooled(read_json(layout.report("benchmark", name)) for name in usable)
 
 
 def _merged(tree: Tree, group: list[Variant]) -> Variant:
@@ -179,11 +184,11 @@ def _measured(tree: Tree, variant: Variant, reopened: Reopened) -> Variant:
         accuracy=mean_score(scores, tree.params.evaluate.confidence),
         samples=len(scores),
         accuracy_change=paired_change(scores, against, tree.params.evaluate.confidence),
-        latency_ms=_latency(timed),
-        throughput_per_s=_throughput(timed),
+        latency_ms=openings.latency(timed),
+        throughput_per_s=openings.throughput(timed),
         speedup=_gain(tree, timed, reopened),
         speedup_at={batch: _gain(tree, at, reopened) for batch, at in stable.items()},
-        throughput_at={batch: _throughput(at) for batch, at in stable.items()},
+        throughput_at={batch: openings.throughput(at) for batch, at in stable.items()},
         clock=timed["timing"]["clock"],
         verdict="unstable" if unstable else "",
         reasons=(
@@ -203,23 +208,6 @@ def _gain(tree: Tree, timed: dict[str, Any], reopened: Reopened) -> Interval:
     """The speed-up, as sure as all engines' together have to be: the baseline's own is none of them."""
     sd = openings.reopen_sd(tree.params.benchmark, reopened, timed["timing"]["batch"], family(tree))
     return over(openings.of_record(timed), tree.params.benchmark.confidence, family(tree), sd)
-
-
-def _latency(timed: dict[str, Any]) -> dict[str, float | int | None]:
-    """The median over the openings, their highest other percentiles, and the number of calls of all."""
-    timings = [opening.timing for opening in openings.of_record(timed)]
-    p50, p90, p99 = ([p for t in timings if (p := getattr(t, key)) is not None] for key in ("p50", "p90", "p99"))
-    return {
-        "p50": geometric_mean(p50) if p50 else None,
-        "p90": max(p90, default=None),
-        "p99": max(p99, default=None),
-        "n": sum(t.n for t in timings),
-        "batch": timings[0].batch,
-    }
-
-
-def _throughput(timed: dict[str, Any]) -> float:
-    return geometric_mean([opening.timing.throughput_per_s for opening in openings.of_record(timed)])
 
 
 def family(tree: Tree) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tasks import datasheets, layers, layout, manifest, peaks, systolic
+from tasks import datasheets, layers, layout, manifest, openings, peaks, systolic
 from tasks.errors import Fault, Unavailable
 from tasks.files import read_json, sha256
 from tasks.manifest import Manifest
@@ -222,7 +222,7 @@ def _measured(name: str, described: Manifest, here: str, batch: int) -> tuple[fl
         return None, []
     for found in (raw, *raw["also"]):
         if found["timing"]["batch"] == batch:
-            p50: float | None = found["timing"]["p50"] or found["timing"]["mean"]
+            p50: float | None = openings.latency(found)["p50"] or found["timing"]["mean"]
             doubts = [f"its timing is unstable: {found['unstable']}"] if found["unstable"] else []
             if described.device == "cuda" and found["timing"]["clock"] == "host":
                 doubts.append("its timing holds copies to the GPU and back, the bound doesn't")

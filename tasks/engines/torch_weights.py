@@ -35,12 +35,12 @@ PRODUCTS = (
 
 
 class PaddedLinear(nn.Linear):
-    """A linear layer on rows of zeros, too: `torch._int_mm` on a GPU takes 17 rows at least (PyTorch 2.11)."""
+    """A linear layer that adds 16 rows of zeros to its input: `torch._int_mm` on a GPU takes 17 (PyTorch 2.11)."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        rows = input.reshape(-1, input.shape[-1])
+        rows = input.reshape(-1, self.in_features)
         padded = functional.pad(rows, (0, 0, 0, MIN_ROWS - 1))
-        return super().forward(padded)[: rows.shape[0]].reshape(*input.shape[:-1], -1)
+        return super().forward(padded)[: rows.shape[0]].reshape(*input.shape[:-1], self.out_features)
 
 
 class SparseLinear(nn.Linear):
@@ -70,7 +70,7 @@ def quantize(model: nn.Module, precision: str) -> None:
     )
     quantize_(model, config, filter_fn=lambda module, _: isinstance(module, nn.Linear) and _aligned(module.weight))
     for module in model.modules():
-        if isinstance(module, nn.Linear) and module.weight.is_cuda and precision_of(module.weight) == "int8":
+        if type(module) is nn.Linear and module.weight.is_cuda and precision_of(module.weight) == "int8":
             module.__class__ = PaddedLinear
 
 
@@ -93,7 +93,8 @@ def sparsify(model: nn.Module) -> None:
                 except RuntimeError:  # The shape has no such kernel: the layer stays dense, and the report says so.
                     continue
             module.weight = made[id(weight)]
-            module.__class__ = SparseLinear
+            if type(module) is nn.Linear:
+                module.__class__ = SparseLinear
 
 
 def two_of_four(weight: torch.Tensor) -> bool:

@@ -120,7 +120,7 @@ def test_steps_die_with_a_killed_driver(tmp_path: Path) -> None:
         f"Children({{}}).run('a', '{PYTHON} -m tasks_probe', Path('a.log'), 600)"
     )
     (tmp_path / "tasks_probe.py").write_text(
-        "import os, time\nfrom tasks.__main__ import _die_with_parent\n_die_with_parent()\n"
+        "import os, time\nfrom tasks import machine\nmachine.die_with(int(os.environ['ENGINESMITH_PARENT']))\n"
         "print(os.getpid(), flush=True)\ntime.sleep(600)\n"
     )
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}"}

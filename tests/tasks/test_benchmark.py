@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from tasks import reopening
@@ -20,6 +25,7 @@ from tasks.stats import ratio, reopened
 from tasks.target import fingerprint
 from tasks.timing import Opening, over
 
+ROOT = Path(__file__).resolve().parents[2]
 TIMING = Timing(1, "host", 1.0, None, None, 1.0, 30, 1000.0, True, (1.0,) * 12, (12,), 12)
 
 
@@ -151,6 +157,7 @@ def test_further_openings_are_made_in_processes_of_their_own(
     assert report.speedup == over(openings, params.confidence, 4, params.reopen_sd)
     assert [[o.timing.batch for o in at.again] for at in report.also] == [[2, 2]]
     assert "opening 3 of 3" in capfd.readouterr().out
+    assert report.conditions is not None and report.conditions.readings > 3 * 2 * 8
 
 
 class Deadly:
@@ -168,9 +175,61 @@ def test_a_process_that_dies_as_it_opens_an_engine_is_a_fault(artifact: Any, dat
         reopening.again(deadly, artifact("base-eager"), data_folder, [BenchmarkParams(openings=2)], 1)
 
 
+def test_what_is_wrong_in_another_process_is_said_as_in_this_one(artifact: Any, data_folder: Path) -> None:
+    by_device = BenchmarkParams(openings=2, clock="device")
+    with pytest.raises(Fault, match="device needs engines that run on a GPU") as caught:
+        reopening.again(artifact("base-ort"), artifact("base-eager"), data_folder, [by_device], 1)
+    assert str(caught.value.do).startswith("set benchmark.clock to host")
+
+
+def test_the_process_of_an_opening_ends_with_the_one_that_started_it(
+    artifact: Any, data_folder: Path, tmp_path: Path
+) -> None:
+    long = BenchmarkParams(openings=2, rounds=20, window_ms=5000, budget_s=600)
+    folders = [str(folder) for folder in (artifact("base-ort"), artifact("base-eager"), data_folder)]
+    program = f"""
+import pathlib, sys
+from tasks import reopening
+from tasks.settings import BenchmarkParams
+if __name__ == "__main__":
+    params = BenchmarkParams.model_validate_json({long.model_dump_json()!r})
+    reopening.again(*map(pathlib.Path, {folders!r}), [params], 1)
+"""
+    (tmp_path / "program.py").write_text(program)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    parent = subprocess.Popen([sys.executable, str(tmp_path / "program.py")], env=environment)
+    try:
+        children = within(60, lambda: [p for p in psutil.Process(parent.pid).children(True) if "spawn_main" in cmd(p)])
+        assert children
+    finally:
+        parent.kill()
+        parent.wait()
+    assert within(20, lambda: not any(map(running, children)))
+
+
+def cmd(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def running(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def within(seconds: float, found: Callable[[], Any]) -> Any:
+    """What is found before the time is over, looked for every tenth of a second."""
+    end = time.monotonic() + seconds
+    while not (told := found()) and time.monotonic() < end:
+        time.sleep(0.1)
+    return told
+
+
 def test_openings_share_the_rounds_and_none_stops_early() -> None:
     params = BenchmarkParams(rounds=30, max_rounds=60, budget_s=9)
     assert reopening.share(params) == params
     each = reopening.share(params.model_copy(update={"openings": 3}))
     assert (each.rounds, each.max_rounds, each.budget_s) == (10, 10, 3)
     assert reopening.share(params.model_copy(update={"openings": 20})).rounds == 8
+    assert reopening.share(params.model_copy(update={"openings": 20, "confidence": 0.999})).rounds == 11

@@ -80,6 +80,27 @@ def test_conditions_hold_before_during_and_after(fake_nvml: Any, tmp_path: Path)
     assert "throttled: hardware thermal slowdown, held back by thermal 9000 ms" in lines(asdict(found))[1]
 
 
+def test_parts_of_a_measurement_have_the_conditions_of_all(fake_nvml: Any) -> None:
+    def part() -> monitor.Conditions:
+        with Monitor(["cuda"], PARAMS, Card(fake_nvml.FakeNvml(pids=[os.getpid()]))) as watch:
+            for _ in range(2):
+                watch.disturbed()
+        return watch.conditions()
+
+    parts = [replace(part(), seconds=1.0, switches=3, steal_share=0.1), replace(part(), seconds=3.0, switches=4)]
+    parts[1] = replace(parts[1], steal_share=0.02, sm_mhz=(1000, 2500), reasons=("idle",), held_back_ms={"power": 2.0})
+    parts[1] = replace(parts[1], temperature_c=None, missing={"temperature_c": "not told"})
+    whole = monitor.merged(parts)
+    assert (whole.before, whole.after) == (parts[0].before, parts[1].after)
+    assert (whole.seconds, whole.switches, whole.readings) == (4.0, 7, parts[0].readings + parts[1].readings)
+    assert whole.steal_share == pytest.approx((0.1 * 1 + 0.02 * 3) / 4)
+    assert parts[0].sm_mhz is not None and whole.sm_mhz == (1000, max(2500, parts[0].sm_mhz[1]))
+    assert whole.temperature_c == parts[0].temperature_c and whole.missing["temperature_c"] == "not told"
+    assert whole.reasons is not None and "idle" in whole.reasons
+    assert whole.held_back_ms is not None and whole.held_back_ms["power"] >= 2.0
+    assert monitor.merged(parts[:1]) == parts[0]
+
+
 def test_without_a_gpu_engine_none_is_read_and_the_reason_is_told() -> None:
     with Monitor(["cpu"], PARAMS) as watch:
         assert watch.disturbed() is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -111,7 +112,7 @@ def reopened(tree: Tree) -> Any:
 
 def test_a_run_tells_how_far_openings_differ(reopened: Any) -> None:
     tree = reopened(0.05)
-    found = openings.of_tree(tree)[tree.params.benchmark.batch]
+    found = results.reopened(tree)[tree.params.benchmark.batch]
     assert found.trials == 4 * 3
     assert found.sd.low < 0.05 < found.sd.high
     assert found.noise < 0.002
@@ -141,10 +142,48 @@ def test_what_is_unstable_or_was_opened_once_tells_nothing(reopened: Any) -> Non
     for name, change in zip(names, ({"again": []}, {"unstable": "it is"}, {}, {}), strict=True):
         path = layout.report("benchmark", name)
         write_json(path, {**read_json(path), **change})
-    assert openings.of_tree(tree)[tree.params.benchmark.batch].trials == 2 * 3
+    assert results.reopened(tree)[tree.params.benchmark.batch].trials == 2 * 3
     for name in names[2:]:
         write_json(layout.report("benchmark", name), {**read_json(layout.report("benchmark", name)), "again": []})
-    assert openings.of_tree(tree) == {}
+    assert results.reopened(tree) == {}
+
+
+def test_a_record_that_is_not_usable_fails_its_variant_alone(reopened: Any) -> None:
+    tree = reopened(0.05)
+    whole = results.reopened(tree)[tree.params.benchmark.batch].trials
+    path = layout.report("benchmark", "base-ort")
+    raw = read_json(path)
+    for spoilt in (
+        {"engine_sha256": "of another"},
+        {"again": [{"timing": {**raw["timing"], "medians": []}, "baseline": raw["baseline"]}]},
+        {"again": [{"timing": {**raw["timing"], "batch": 32}, "baseline": raw["baseline"]}]},
+    ):
+        write_json(path, {**raw, **spoilt})
+        verdicts = {v.name: v.verdict for v in results.variants(tree)}
+        assert verdicts["base-ort"] == "failed" and verdicts["slim-kd-ort"] == ""
+        assert results.reopened(tree)[tree.params.benchmark.batch].trials == whole - 3
+
+
+def test_numbers_of_one_opening_are_those_of_its_timing(line: Path) -> None:
+    for name in ("base-ort", "slim-kd-ort", "base-eager"):
+        raw = read_json(line / layout.report("benchmark", name))
+        told = openings.latency(raw)
+        assert told == {key: raw["timing"][key] for key in ("p50", "p90", "p99", "n", "batch")}
+        assert openings.throughput(raw) == raw["timing"]["throughput_per_s"]
+
+
+def test_numbers_of_several_openings_are_their_mean_and_their_highest_percentiles(line: Path) -> None:
+    raw = read_json(line / layout.report("benchmark", "base-ort"))
+
+    def opened(p50: float, p99: float | None, n: int) -> dict[str, Any]:
+        timing = {**raw["timing"], "p50": p50, "p90": 2 * p50, "p99": p99, "n": n, "throughput_per_s": 1 / p50}
+        return {"timing": timing, "baseline": raw["baseline"]}
+
+    record = {**raw, **opened(1.0, 3.0, 900), "again": [opened(4.0, 9.0, 800)]}
+    told = openings.latency(record)
+    assert told == {"p50": pytest.approx(2.0), "p90": 8.0, "p99": 9.0, "n": 800, "batch": raw["timing"]["batch"]}
+    assert openings.throughput(record) == pytest.approx(0.5)
+    assert openings.latency({**record, "again": [opened(4.0, None, 10)]})["p99"] is None
 
 
 def test_speed_ups_allow_for_what_the_run_tells_of_openings(reopened: Any) -> None:

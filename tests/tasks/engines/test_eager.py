@@ -200,6 +200,19 @@ def test_layers_whose_kernels_want_more_rows_or_contiguous_ones_get_them(
     assert padded.shape[0] >= 17 and contiguous.is_contiguous()
 
 
+def test_a_linear_layer_of_a_kind_of_its_own_keeps_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Scaled(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(input)
+
+    model = nn.Sequential(nn.Linear(64, 64), Scaled(64, 64)).half()
+    for layer in model:
+        layer.weight.data.view(-1, 4)[:, 2:] = 0
+    monkeypatch.setattr(torch.sparse, "to_sparse_semi_structured", lambda weight: weight.clone())
+    torch_weights.sparsify(model)
+    assert [type(layer).__name__ for layer in model] == ["SparseLinear", "Scaled"]
+
+
 def test_sparse_needs_a_precision_that_has_such_kernels(tiny_params: dict[str, Any]) -> None:
     raw = {**tiny_params, "build": {**tiny_params["build"]}}
     for name, precision in (("a", "fp32"), ("b", "fp16")):
