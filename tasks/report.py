@@ -215,7 +215,7 @@ def unmetered(summary: dict[str, Any]) -> str:
 
 
 def reopened(summary: dict[str, Any]) -> str:
-    """By how much openings differed, at each batch, and what is assumed; empty if it isn't known."""
+    """How far speed-ups scatter over openings, at each batch, and what is assumed; empty if it isn't known."""
     told = [
         f"{o['sd']['value']:.1%} [{o['sd']['low']:.1%}, {o['sd']['high']:.1%}] at batch {batch}"
         if o["sd"]["high"]
@@ -226,8 +226,8 @@ def reopened(summary: dict[str, Any]) -> str:
         return ""
     assumed = next(iter(summary["openings"].values()))["assumed"]
     return (
-        f"speed-ups differ by {' and '.join(told)} from one opening of the engines to the next (standard deviation); "
-        f"their intervals allow for that, by Student's t, and for {assumed:.1%} (reopen_sd) at least"
+        f"speed-ups scatter over openings of the engines by {' and '.join(told)} (standard deviation of one "
+        f"opening's); their intervals allow for that, by Student's t, and for {assumed:.1%} (reopen_sd) at least"
     )
 
 

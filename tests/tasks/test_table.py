@@ -240,17 +240,17 @@ def test_without_a_meter_one_line_says_why_and_there_is_no_column(summary: dict[
     assert "No energy: no RAPL [here]." in markdown(summary) and "| energy |" not in markdown(summary)
 
 
-def test_openings_of_the_baseline_are_told_where_the_run_tells_of_them(summary: dict[str, Any]) -> None:
+def test_the_scatter_over_openings_is_told_where_it_is_known(summary: dict[str, Any]) -> None:
     summary |= MARKDOWN
     assert "openings" not in printed(summary) + markdown(summary)
     sd = {"value": 0.056, "low": 0.038, "high": 0.102}
     summary["openings"] = {"1": {"sd": sd, "noise": 0.001, "trials": 10, "assumed": 0.034}}
-    told = "peed-ups differ by 5.6% [3.8%, 10.2%] at batch 1 from one opening of the engines to the next"
+    told = "peed-ups scatter over openings of the engines by 5.6% [3.8%, 10.2%] at batch 1 (standard deviation"
     assert told in " ".join(printed(summary).split()) and f"S{told}" in markdown(summary)
     assert "and for 3.4% (reopen_sd) at least" in markdown(summary)
     none = {"value": 0.0, "low": 0.0, "high": 0.0}
     summary["openings"]["32"] = {"sd": none, "noise": 0.05, "trials": 9, "assumed": 0.034}
-    assert "and no more than their rounds do (5.0%) at batch 32 from one opening" in markdown(summary)
+    assert "and no more than their rounds do (5.0%) at batch 32 (standard deviation" in markdown(summary)
 
 
 def test_energy_and_memory_have_columns_where_they_are_known(summary: dict[str, Any]) -> None:
