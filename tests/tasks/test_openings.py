@@ -15,7 +15,7 @@ from tasks.openings import Openings, spread
 from tasks.params import Tree
 from tasks.settings import BenchmarkParams
 from tasks.stats import Interval
-from tasks.timing import Opening, over
+from tasks.timing import Opening, Timing, over
 
 
 def drawn(
@@ -212,6 +212,32 @@ def test_several_openings_give_their_mean_and_a_narrower_interval(tree: Tree) ->
     assert over([pair], 0.95, 3, 0.03) == Opening(
         replace(fast, reopen_sd=0.03), replace(pair.baseline, reopen_sd=0.03)
     ).speedup(0.95, 3)
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.0045])
+def test_the_interval_over_openings_holds_the_truth_as_often_as_it_says(line: Path, shift: float) -> None:
+    """Three openings as a benchmark makes them: the ratio is off by the order, in turn, and by chance."""
+    rng = np.random.default_rng(11)
+    flat = openings.of_record({**read_json(line / layout.report("benchmark", "base-ort")), "again": []})[0].timing
+    held = 0
+    for _ in range(1000):
+        found = over(
+            [
+                Opening(
+                    flat_of(flat, 1.0, rng), flat_of(flat, float(np.exp(order * shift + 0.005 * rng.normal())), rng)
+                )
+                for order in (-1, 1, -1)
+            ],
+            0.95,
+            reopen_sd=float(np.hypot(0.005, shift)),
+        )
+        held += found.low <= 1 <= found.high
+    assert held >= 935
+
+
+def flat_of(timing: Timing, ms: float, rng: np.random.Generator) -> Timing:
+    """Eight rounds of so many milliseconds, with noise of 0.2 %."""
+    return replace(timing, medians=tuple(ms * rng.normal(1, 2e-3, 8)))
 
 
 def test_a_few_openings_count_for_more_than_their_spread_says_and_never_less_than_assumed() -> None:
