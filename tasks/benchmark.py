@@ -15,7 +15,7 @@ from tasks.errors import Fault, Unavailable
 from tasks.footprint import Footprint
 from tasks.manifest import Manifest
 from tasks.monitor import Conditions, Monitor, merged
-from tasks.reopening import again, at, share
+from tasks.reopening import again, share, time_both
 from tasks.settings import BenchmarkParams, min_rounds
 from tasks.stats import Interval
 from tasks.timing import Opening, make_pool, once, over
@@ -39,10 +39,9 @@ class BenchmarkReport:
 
     `baseline` is the baseline's own timing of the same rounds, so that the speed-up can be
     computed again from this file; `again` holds what further openings of both gave, `also` the other batch sizes.
-    `confidence` is that of the single interval
-    `speedup`, raised for the looks that were taken and the engines that were judged together. `load_average` was
-    read before and after. `target_id` is the machine that was measured, `conditions` what it was like meanwhile.
-    `energy` is the engine's at `batch`, `footprint` what it took to open.
+    `confidence` is that of the single interval `speedup`, raised for the looks that were taken and the engines that
+    were judged together. `load_average` was read before and after. `target_id` is the machine that was measured,
+    `conditions` what it was like meanwhile. `energy` is the engine's at `batch`, `footprint` what it took to open.
     """
 
     timing: measure.Timing | None
@@ -85,7 +84,7 @@ def benchmark(source: Path, baseline: Path, data: Path, params: BenchmarkParams,
         watch = stack.enter_context(Monitor((engine.device, against.device), params))
         metered = energy.prepare(engine.device, watch.card, params)
         batches = [share(p) for p in each_batch(params)]
-        opened = [at(engine, against, inputs, p, family, watch) for p in batches]
+        opened = [time_both(engine, against, inputs, p, family, watch) for p in batches]
         taken = energy.of(engine, inputs, params, metered, watch.disturbed)
         conditions = watch.conditions()
     further = again(source, baseline, data, batches, family)

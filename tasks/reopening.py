@@ -46,7 +46,7 @@ def share(params: BenchmarkParams) -> BenchmarkParams:
     return params.model_copy(update=each)
 
 
-def at(
+def time_both(
     engine: Session, baseline: Session, inputs: Arrays, params: BenchmarkParams, family: int, watch: Monitor
 ) -> Opening:
     """Two open sessions in the same rounds, at one batch."""
@@ -104,4 +104,4 @@ def _opened(
         opened = [stack.enter_context(open_engine(folder)) for folder in order]
         engine, against = reversed(opened) if baseline_first else opened
         watch = stack.enter_context(Monitor((engine.device, against.device), batches[0]))
-        return [at(engine, against, inputs, params, family, watch) for params in batches], watch.conditions()
+        return [time_both(engine, against, inputs, params, family, watch) for params in batches], watch.conditions()
