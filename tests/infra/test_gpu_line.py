@@ -122,10 +122,14 @@ def test_ctrl_c_ends_what_runs_starts_nothing_more_and_keeps_what_was_done(
     line = script.Line(1)
     main = threading.main_thread().ident or 0
     timer = threading.Timer(1.5, lambda: signal.pthread_kill(main, signal.SIGINT))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's background jobs ignore it.
     timer.start()
     start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        line.all({name: Does(name, (), name) for name in names})
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            line.all({name: Does(name, (), name) for name in names})
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert time.monotonic() - start < 20
     assert line.ended == {"train@quick": None} and line.stamps == {"train@quick": "train@quick"}
     assert not Path("started").exists()
