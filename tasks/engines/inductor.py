@@ -76,7 +76,7 @@ def _compile(
         except Exception as error:
             raise Fault(
                 f"Inductor can't compile {source.name} for {spec.where} in {spec.precision}",
-                got=f"{type(error).__name__}: {' '.join(str(error).split())[:400]}",
+                got=_told(error),
                 expected="operations that it knows",
                 do="another precision may do, or another backend for this variant",
             ) from error
@@ -85,6 +85,15 @@ def _compile(
     if saved is not None:
         (engine / CACHE).write_bytes(saved[0])
     return graphs[0] if graphs else (), left_out
+
+
+def _told(error: BaseException) -> str:
+    """An error of the compiler, after the first one behind it: what a kernel raises may come out as another."""
+    first = error
+    while (behind := first.__cause__ or first.__context__) is not None:
+        first = behind
+    kinds = [first, error] if first is not error else [error]
+    return "; then ".join(f"{type(e).__name__}: {' '.join(str(e).split())[: 400 // len(kinds)]}" for e in kinds)
 
 
 def _warm(module: fx.GraphModule, notes: Notes, spec: BuildParams, wanted: dict[str, Any]) -> None:

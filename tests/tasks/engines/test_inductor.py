@@ -19,7 +19,7 @@ from tasks import checkpoint, exported, layers, manifest, proof, recurrent_op
 from tasks.data import data, read
 from tasks.engines import inductor, inductor_package, protocol, torch_graph
 from tasks.engines.inductor_compiled import Compiled
-from tasks.errors import Unavailable
+from tasks.errors import Fault, Unavailable
 from tasks.export import export
 from tasks.settings import BuildParams, DataParams, ExportParams
 from tasks.workloads.protocol import load_workload
@@ -255,6 +255,28 @@ def test_no_gpu_is_said_in_one_line(source: Any, tmp_path: Path) -> None:
     with pytest.raises(Unavailable) as caught:
         engine(source("tiny"), tmp_path / "engine", device="cuda")
     assert str(caught.value).startswith("device: cuda needs an NVIDIA GPU") and "\n" not in str(caught.value)
+
+
+def test_what_a_kernel_raised_is_told_before_what_the_compiler_made_of_it(source: Any, tmp_path: Path) -> None:
+    """Seen: too few rows for a kernel of INT8 came out as "Attempt to trace generator"."""
+
+    def compile_package(*_: Any) -> str:
+        return "not here"
+
+    def warm(*_: Any) -> None:
+        try:
+            raise RuntimeError("self.size(0) needs to be greater than 16, but got 9")
+        except RuntimeError:
+            raise TypeError("Attempt to trace generator " + 300 * "x") from None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inductor_package, "compile_package", compile_package)
+        patch.setattr(inductor, "_warm", warm)
+        with pytest.raises(Fault) as caught:
+            engine(source("tiny"), tmp_path / "engine")
+    told = str(caught.value.got)
+    assert told.startswith("RuntimeError: self.size(0) needs to be greater than 16, but got 9; then TypeError: Attempt")
+    assert len(told) < 420
 
 
 GPU_FORMS = [
