@@ -18,7 +18,7 @@ from tasks.monitor import Conditions, Monitor, merged
 from tasks.reopening import again, share, time_both
 from tasks.settings import BenchmarkParams, min_rounds
 from tasks.stats import Interval
-from tasks.timing import Opening, make_pool, once, over
+from tasks.timing import Opening, confidence_over, make_pool, once, over
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,11 @@ def benchmark(source: Path, baseline: Path, data: Path, params: BenchmarkParams,
         against = stack.enter_context(_open_baseline(baseline))
         watch = stack.enter_context(Monitor((engine.device, against.device), params))
         metered = energy.prepare(engine.device, watch.card, params)
-        batches = [share(p) for p in each_batch(params)]
-        opened = [time_both(engine, against, inputs, p, family, watch) for p in batches]
+        batches = each_batch(params)
+        opened = [time_both(engine, against, inputs, share(p), family, watch) for p in batches]
         taken = energy.of(engine, inputs, params, metered, watch.disturbed)
         conditions = watch.conditions()
-    further = again(source, baseline, data, batches, family)
+    further = again(source, baseline, data, [share(p) for p in batches], family)
     each = zip(*(opened, *(openings for openings, _ in further)), strict=True)
     first, *also = (_judged(list(openings), p, family) for openings, p in zip(each, batches, strict=True))
     return BenchmarkReport(
@@ -138,7 +138,7 @@ def each_batch(params: BenchmarkParams) -> list[BenchmarkParams]:
 
 def _judged(openings: list[Opening], params: BenchmarkParams, family: int) -> AtBatch:
     first, rounds = openings[0], sum(len(o.timing.medians) for o in openings)
-    sure = measure.confidence_of(first.timing, params.confidence, family)
+    sure = confidence_over(openings, params.confidence, family)
     reason = unstable(openings, params) or sequential.too_few(rounds, sure)
     gain = over(openings, params.confidence, family, params.reopen_sd)
     return AtBatch(first.timing, first.baseline, openings[1:], gain, sure, reason)

@@ -219,7 +219,10 @@ class Measurement:
             last = median
 
     def _settled(self, n: int) -> bool:
-        """Whether every ratio is known within `max_width`, and lies on one side of 1 as surely as the looks ask for."""
+        """Whether every ratio is known within `max_width`, and lies on one side of 1 as surely as the looks ask for.
+
+        One of several openings doesn't tell the side alone: for it the width is enough.
+        """
         params, clean = self.params, self._clean()
         medians = {name: np.array([np.median(r[name].samples) for r in clean]) for name in self.sessions}
         names = sorted(medians, key=lambda name: float(np.median(medians[name]))) if self.fastest else list(medians)
@@ -227,6 +230,8 @@ class Measurement:
         for name in names[1:]:
             if relative_width(ratio(medians[names[0]], medians[name], params.confidence)) > params.max_width:
                 return False
+            if params.openings > 1:
+                continue
             gain = sequential.speedup(
                 slow=medians[names[0]].tolist(),
                 fast=medians[name].tolist(),

@@ -106,8 +106,8 @@ def reopen_sd(params: BenchmarkParams, found: Mapping[int, Openings], batch: int
 
 
 def settings(params: BenchmarkParams, found: Mapping[int, Openings], family: int = 1) -> BenchmarkParams:
-    """The settings of a measurement that allows for what was found at its batch, too."""
-    return params.model_copy(update={"reopen_sd": reopen_sd(params, found, params.batch, family)})
+    """The settings of a measurement of one opening that allows for what was found at its batch, too."""
+    return params.model_copy(update={"reopen_sd": reopen_sd(params, found, params.batch, family), "openings": 1})
 
 
 def spread(ratios: Sequence[float], errors: Sequence[float], kept: bool) -> Openings | None:

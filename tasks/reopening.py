@@ -38,11 +38,13 @@ def again(source: Path, baseline: Path, data: Path, batches: list[BenchmarkParam
 
 
 def share(params: BenchmarkParams) -> BenchmarkParams:
-    """What each opening gets of the rounds and the time; of several, none stops early."""
-    if params.openings == 1:
+    """What each opening gets of the rounds, the time and the width that the mean of all may have."""
+    n = params.openings
+    if n == 1:
         return params
-    rounds = max(8, min_rounds(params.confidence), -(-params.rounds // params.openings))
-    each = {"rounds": rounds, "max_rounds": rounds, "budget_s": params.budget_s / params.openings}
+    rounds = max(8, min_rounds(params.confidence), -(-params.rounds // n))
+    most, width = max(rounds, -(-params.max_rounds // n)), min(params.max_width * n**0.5, 0.99)
+    each = {"rounds": rounds, "max_rounds": most, "budget_s": params.budget_s / n, "max_width": width}
     return params.model_copy(update=each)
 
 

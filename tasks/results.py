@@ -16,7 +16,7 @@ from tasks.openings import Openings
 from tasks.params import Tree
 from tasks.settings import MODEL_STEPS, ExportParams
 from tasks.stats import Interval, mean_score, paired_change
-from tasks.timing import confidence_of, over
+from tasks.timing import confidence_over, over
 
 Reopened = Mapping[int, Openings]
 KINDS = {**dict.fromkeys(MODEL_STEPS, "model"), "export": "onnx", "quantize": "onnx"}
@@ -217,9 +217,9 @@ def family(tree: Tree) -> int:
 
 def _undecided(tree: Tree, timed: dict[str, Any]) -> str | None:
     """Why the rounds are too few for as many engines as there are now, or None."""
-    engines = [opening.timing for opening in openings.of_record(timed)]
-    sure = confidence_of(engines[0], tree.params.benchmark.confidence, family(tree))
-    return sequential.too_few(sum(len(engine.medians) for engine in engines), sure)
+    opened = openings.of_record(timed)
+    sure = confidence_over(opened, tree.params.benchmark.confidence, family(tree))
+    return sequential.too_few(sum(len(one.timing.medians) for one in opened), sure)
 
 
 def _failures(tree: Tree, name: str) -> list[str]:

@@ -72,7 +72,7 @@ class BenchmarkParams(Settings):
     GPU was throttled, but for limits of its own in `tolerate`, or ran below the share `min_clock` of its highest clock.
     `reopen_sd` is by how much the ratio of one engine's latencies in two openings differs from 1, as a relative
     standard deviation: rounds can't see it, so every speed-up's interval is widened by it. With several `openings`,
-    both engines are opened as often, each time in a process of its own, for a share of `rounds` (8 at least), no more.
+    both engines are opened as often, each time in a process of its own, for a share of the rounds (8 at least).
     `clock` is `host` for a call as a caller sees it, copies included, or `device` for the GPU's own time
     between two events, with inputs already there.
 

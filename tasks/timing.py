@@ -133,6 +133,13 @@ def over(openings: Sequence[Opening], confidence: float, family: int = 1, reopen
     return Interval(*(float(np.exp(middle + off)) for off in (0.0, -half, half)))
 
 
+def confidence_over(openings: Sequence[Opening], confidence: float, family: int = 1) -> float:
+    """The confidence of the single interval that `over` gives."""
+    if len(openings) == 1:
+        return confidence_of(openings[0].timing, confidence, family)
+    return 1 - (1 - confidence) / family
+
+
 def once(timing: Timing) -> Timing:
     """A timing as it is, with nothing added for looks or openings."""
     return replace(timing, looks=(), horizon=0, reopen_sd=0.0)

@@ -147,7 +147,15 @@ def test_further_openings_are_made_in_processes_of_their_own(
     artifact: Any, data_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     params = BenchmarkParams(
-        openings=3, rounds=24, also=(2,), window_ms=2, warmup_ms=10, max_width=0.99, max_lost=1000, energy=False
+        openings=3,
+        rounds=24,
+        max_rounds=24,
+        also=(2,),
+        window_ms=2,
+        warmup_ms=10,
+        max_width=0.99,
+        max_lost=1000,
+        energy=False,
     )
     report = benchmark(artifact("base-ort"), artifact("base-eager"), data_folder, params, family=4)
     assert report.timing is not None and report.baseline is not None
@@ -226,10 +234,10 @@ def within(seconds: float, found: Callable[[], Any]) -> Any:
     return told
 
 
-def test_openings_share_the_rounds_and_none_stops_early() -> None:
+def test_openings_share_the_rounds_and_what_the_mean_may_be_wide() -> None:
     params = BenchmarkParams(rounds=30, max_rounds=60, budget_s=9)
     assert reopening.share(params) == params
-    each = reopening.share(params.model_copy(update={"openings": 3}))
-    assert (each.rounds, each.max_rounds, each.budget_s) == (10, 10, 3)
+    each = reopening.share(params.model_copy(update={"openings": 4}))
+    assert (each.rounds, each.max_rounds, each.budget_s, each.max_width) == (8, 15, 9 / 4, 2 * params.max_width)
     assert reopening.share(params.model_copy(update={"openings": 20})).rounds == 8
     assert reopening.share(params.model_copy(update={"openings": 20, "confidence": 0.999})).rounds == 11

@@ -169,6 +169,17 @@ def test_a_difference_as_small_as_that_of_two_openings_is_never_clear(params: An
     assert looks(0.1) == (20, 25, 30, 35, 40)
 
 
+def test_one_of_several_openings_stops_once_its_ratio_is_known_whatever_it_is(params: Any) -> None:
+    def looks(openings: int, max_width: float) -> tuple[int, ...]:
+        sessions = {"a": Device(noisy(1.0, 0)), "b": Device(noisy(1.0, 1))}
+        settings = params(rounds=20, max_rounds=40, clock="device", openings=openings, max_width=max_width)
+        return measure.interleave(sessions, INPUTS, settings)["a"].looks
+
+    assert looks(1, 0.5) == (20, 25, 30, 35, 40)
+    assert looks(3, 0.5) == (20,)
+    assert looks(3, 1e-9) == (20, 25, 30, 35, 40)
+
+
 def test_by_the_devices_clock_only_the_launching_thread_is_watched(params: Any) -> None:
     def watched(clock: str) -> Any:
         return vars(measure.Measurement({"a": Device(1.0)}, INPUTS, params(clock=clock)).watches[0])["_threads"]

@@ -251,4 +251,6 @@ def test_a_few_openings_count_for_more_than_their_spread_says_and_never_less_tha
     assert allowed(0.04, 9) == pytest.approx(0.04 * 2.262 / 1.960, rel=1e-3)  # Student's t of 9 degrees of freedom.
     assert 0.04 < allowed(0.04, 1000) < allowed(0.04, 10) < allowed(0.04, 5)
     assert allowed(0.04, 10, family=9) > allowed(0.04, 10)
-    assert openings.settings(params, {1: Openings(Interval(0.04, 0.02, 0.08), 0.001, 10)}).reopen_sd > 0.04
+    found = {1: Openings(Interval(0.04, 0.02, 0.08), 0.001, 10)}
+    of_one = openings.settings(params.model_copy(update={"openings": 3}), found)
+    assert of_one.reopen_sd > 0.04 and of_one.openings == 1
