@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from tasks import energy, footprint, manifest, measure, sequential, target
@@ -18,7 +18,7 @@ from tasks.monitor import Conditions, Monitor, merged
 from tasks.reopening import again, share, time_both
 from tasks.settings import BenchmarkParams, min_rounds
 from tasks.stats import Interval
-from tasks.timing import Opening, confidence_over, make_pool, once, over
+from tasks.timing import Opening, confidence_over, make_pool, over
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,11 @@ def benchmark(source: Path, baseline: Path, data: Path, params: BenchmarkParams,
         watch = stack.enter_context(Monitor((engine.device, against.device), params))
         metered = energy.prepare(engine.device, watch.card, params)
         batches = each_batch(params)
-        opened = [time_both(engine, against, inputs, share(p), family, watch) for p in batches]
+        shares = [share(p) for p in batches]
+        opened = [time_both(engine, against, inputs, p, family, watch) for p in shares]
         taken = energy.of(engine, inputs, params, metered, watch.disturbed)
         conditions = watch.conditions()
-    further = again(source, baseline, data, [share(p) for p in batches], family)
+    further = again(source, baseline, data, shares, family)
     each = zip(*(opened, *(openings for openings, _ in further)), strict=True)
     first, *also = (_judged(list(openings), p, family) for openings, p in zip(each, batches, strict=True))
     return BenchmarkReport(
@@ -165,8 +166,7 @@ def unstable(openings: Sequence[Opening], params: BenchmarkParams) -> str | None
     busy = next((timing.busy for o in openings for timing in (o.timing, o.baseline) if timing.busy), None)
     if busy:
         return busy
-    gain = over([replace(o, timing=once(o.timing), baseline=once(o.baseline)) for o in openings], params.confidence)
-    width = measure.relative_width(gain)
+    width = measure.relative_width(over([opening.plain() for opening in openings], params.confidence))
     if width > params.max_width:
         return f"the speed-up's interval is {width:.2%} wide, at most {params.max_width:.0%} is allowed"
     cold = dict.fromkeys(

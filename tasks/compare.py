@@ -44,9 +44,10 @@ class Comparison:
 
 def compare(tree: Tree, data: Path) -> Comparison:
     """Read all results, apply the gates, measure the finalists side by side, and rank them."""
-    judged = judged_variants(tree)
+    reopened = results.reopened(tree)
+    judged = judged_variants(tree, reopened)
     by_name = {name: v for v in judged for name in (v.name, *v.also)}
-    names, reopened = finalists(tree, judged), results.reopened(tree)
+    names = finalists(tree, judged)
     settings = openings.settings(tree.params.benchmark, reopened, _pairs(len(names)))
     timings, conditions = head_to_head(names, data, settings) if len(names) > 1 else ({}, None)
     judged = [_against_plain(v, tree, by_name, timings) for v in judged]
@@ -58,12 +59,12 @@ def compare(tree: Tree, data: Path) -> Comparison:
     return Comparison(found, timings, winner, conditions, reopened)
 
 
-def judged_variants(tree: Tree) -> list[Variant]:
+def judged_variants(tree: Tree, reopened: results.Reopened | None = None) -> list[Variant]:
     """Every variant with the verdict that the recorded files and the gates give.
 
     One whose numbers aren't finite, or were timed otherwise than the settings now say, has failed.
     """
-    found = [_usable(v, tree) for v in results.variants(tree)]
+    found = [_usable(v, tree) for v in results.variants(tree, reopened)]
     baseline = next((v for v in found if v.name == tree.params.baseline), None)
     return [judge(v, tree.params.gates, baseline) for v in found]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import geometric_mean
 from typing import Any
 
@@ -13,7 +13,7 @@ from scipy.special import chdtri, ndtri, stdtrit
 
 from tasks.settings import BenchmarkParams
 from tasks.stats import Interval, log_error
-from tasks.timing import Opening, once, restored
+from tasks.timing import Opening, restored
 
 FEWEST, CONFIDENCE = 5, 0.95
 # Rounds that all agree, by a coarse clock, don't know their ratio better than this.
@@ -81,7 +81,7 @@ def pooled(records: Iterable[Mapping[str, Any]]) -> dict[int, Openings]:
 
 def _contrasts(openings: Sequence[Opening]) -> list[tuple[float, float]]:
     """Ratios of each opening after the first to those before it, scaled to vary as one does, and their errors."""
-    plain = [replace(o, timing=once(o.timing), baseline=once(o.baseline)).speedup(CONFIDENCE) for o in openings]
+    plain = [opening.plain().speedup(CONFIDENCE) for opening in openings]
     logs = np.log([found.value for found in plain])
     errors = np.array([log_error(found, CONFIDENCE) for found in plain])
     told = []

@@ -92,13 +92,14 @@ def restore(raw: dict[str, Any]) -> Variant:
     return Variant(**{**raw, **intervals, **{k: tuple(raw[k]) for k in ("lineage", "reasons", "also")}})
 
 
-def variants(tree: Tree) -> list[Variant]:
+def variants(tree: Tree, told: Reopened | None = None) -> list[Variant]:
     """Every engine of the tree, in its order; engines of equal bytes that run under equal settings are one variant.
 
     A variant without usable results comes as `failed` or `not_run` with the reason, others
-    with an empty verdict for the gates to fill; reasons name further batches whose timing is unstable.
+    with an empty verdict for the gates to fill; reasons name further batches whose timing is unstable. `told` is what
+    `reopened` gives, where that is known already.
     """
-    told = reopened(tree)
+    told = reopened(tree) if told is None else told
     found = [_variant(tree, name, told) for name in tree.engines]
     groups: dict[Any, list[Variant]] = {}
     for variant in found:
@@ -109,8 +110,17 @@ def variants(tree: Tree) -> list[Variant]:
 
 def reopened(tree: Tree) -> Reopened:
     """How far openings of the tree's engines differ, by batch, of those with usable results; see `openings.pooled`."""
-    usable = [v.name for name in tree.engines if (v := _variant(tree, name, {})).verdict not in ("failed", "not_run")]
+    several = [name for name in tree.engines if _opened_again(layout.report("benchmark", name))]
+    usable = [name for name in several if _variant(tree, name, {}).verdict not in ("failed", "not_run")]
     return openings.pooled(read_json(layout.report("benchmark", name)) for name in usable)
+
+
+def _opened_again(report: Path) -> bool:
+    """Whether a benchmark's report is of several openings; one that can't be read isn't."""
+    try:
+        return report.is_file() and bool(read_json(report).get("again"))
+    except (ValueError, AttributeError):
+        return False
 
 
 def _merged(tree: Tree, group: list[Variant]) -> Variant:

@@ -115,6 +115,11 @@ class Opening:
         """How many times faster the engine is; see `speedup`."""
         return speedup({"engine": self.timing, "baseline": self.baseline}, "engine", "baseline", confidence, family)
 
+    def plain(self) -> Opening:
+        """The same with nothing added for looks or openings: what its rounds tell."""
+        bare = (replace(timing, looks=(), horizon=0, reopen_sd=0.0) for timing in (self.timing, self.baseline))
+        return Opening(*bare)
+
 
 def over(openings: Sequence[Opening], confidence: float, family: int = 1, reopen_sd: float = 0.0) -> Interval:
     """The speed-up over one opening or several: the geometric mean of what each tells.
@@ -126,7 +131,7 @@ def over(openings: Sequence[Opening], confidence: float, family: int = 1, reopen
         one = openings[0]
         timings = (replace(timing, reopen_sd=reopen_sd) for timing in (one.timing, one.baseline))
         return Opening(*timings).speedup(confidence, family)
-    plain = [replace(o, timing=once(o.timing), baseline=once(o.baseline)).speedup(confidence) for o in openings]
+    plain = [opening.plain().speedup(confidence) for opening in openings]
     errors = np.array([np.hypot(log_error(found, confidence), reopen_sd) for found in plain])
     middle = float(np.mean(np.log([found.value for found in plain])))
     half = float(ndtri(1 - (1 - confidence) / family / 2) * np.sqrt((errors**2).sum()) / len(plain))
@@ -138,11 +143,6 @@ def confidence_over(openings: Sequence[Opening], confidence: float, family: int 
     if len(openings) == 1:
         return confidence_of(openings[0].timing, confidence, family)
     return 1 - (1 - confidence) / family
-
-
-def once(timing: Timing) -> Timing:
-    """A timing as it is, with nothing added for looks or openings."""
-    return replace(timing, looks=(), horizon=0, reopen_sd=0.0)
 
 
 def confidence_of(timing: Timing, confidence: float, family: int = 1) -> float:
