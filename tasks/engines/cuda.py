@@ -6,6 +6,7 @@ No PyTorch is needed here. The context is shared with PyTorch and ONNX Runtime: 
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self
@@ -24,7 +25,7 @@ NON_BLOCKING = 1
 Shapes = dict[str, tuple[int, ...]]
 
 
-class CudaSession:
+class CudaSession(ABC):
     """An engine on the GPU. A backend's session gives `prepare`, and `release` if it holds more than Python frees.
 
     A subclass that fails while it loads its engine has to `close` itself. One thread at a time may use a session.
@@ -55,14 +56,15 @@ class CudaSession:
             self.close()
             raise
 
+    @abstractmethod
     def prepare(self, shapes: Shapes, outputs: Shapes) -> Callable[[], None]:
         """Make ready for inputs of `shapes`; return what enqueues one inference on `stream`.
 
         It reads `inputs_on_device`, which hold a batch already, and writes `outputs_on_device`, as `outputs` says.
         Called once for all calls with the same shapes, with the context current.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def release(self) -> None:
         """Let go of what the backend holds; called once, before the buffers and the stream go."""
 
