@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import signal
 import sys
 import time
@@ -21,6 +22,7 @@ environment.apply(
 
 def main() -> int:
     """Returns the exit status: 0 done, 1 something failed, 2 bad input, 130 interrupted; SIGTERM exits with 143."""
+    _usage().parse_args()
     from flows.orphans import end_orphans
     from flows.plan import console, only_run, plan
     from tasks import layout, table
@@ -77,6 +79,15 @@ def where_next(report: bool = True) -> str:
         ui = "the store that MLFLOW_TRACKING_URI names"
     lines = [f"report:  {page.resolve()}"] if report and page.is_file() else []
     return "\n".join([*lines, f"MLflow:  {ui}: a run for each variant, and the registry", f"logs:    {layout.LOGS}/"])
+
+
+def _usage() -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog="python -m flows",
+        description="Run every stage of this folder's dvc.yaml that is out of date, measure, judge and promote. "
+        "Takes no arguments: what to make stands in params.yaml. Ctrl-C keeps what finished.",
+        epilog="Steps one by one: python -m tasks --help. With DVC alone: dvc repro.",
+    )
 
 
 def _terminated(*_: Any) -> None:
