@@ -14,15 +14,16 @@ from rich.markup import escape
 from flows import environment
 
 ROOT = Path(__file__).resolve().parents[1]
-# The terminal shows each stage's end and the reason of a failure; Prefect would tell it all again.
-environment.apply(
-    PREFECT_LOGGING_LEVEL="CRITICAL", PREFECT_SERVER_LOGGING_LEVEL="CRITICAL", PREFECT_INTERNAL_LOGGING_LEVEL="CRITICAL"
-)
 
 
 def main() -> int:
     """Returns the exit status: 0 done, 1 something failed, 2 bad input, 130 interrupted; SIGTERM exits with 143."""
     _usage().parse_args()
+    # The terminal shows each stage's end and the reason of a failure; Prefect would tell it all again.
+    level = "CRITICAL"
+    environment.apply(
+        PREFECT_LOGGING_LEVEL=level, PREFECT_SERVER_LOGGING_LEVEL=level, PREFECT_INTERNAL_LOGGING_LEVEL=level
+    )
     from flows.orphans import end_orphans
     from flows.plan import console, only_run, plan
     from tasks import layout, table
