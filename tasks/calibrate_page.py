@@ -61,7 +61,9 @@ def _same(found: Calibration) -> list[str]:
     if found.same is None:
         return [*lines, "Not reached.", ""]
     told = "holds" if found.same.share.value <= ALLOWED else "DOES NOT HOLD"
-    if found.same.trials < ENOUGH:
+    if found.same.share.high <= ALLOWED:
+        told = "holds, with the whole interval"
+    elif found.same.trials < ENOUGH:
         told = f"{found.same.trials} trials are too few to say, {ENOUGH} would do"
     return [*lines, *_table([found.same], "false verdicts"), "", f"At most {ALLOWED:.0%}: {told}.", ""]
 

@@ -144,6 +144,10 @@ def test_the_page_says_whether_the_limit_holds(tmp_path: Path, quick: None) -> N
     many = replace(TALLY, verdicts=20, share=Interval(0.1, 0.07, 0.15), trials=150)
     assert "At most 5%: DOES NOT HOLD." in page(replace(found, same=many))
     assert "150 of 200, no time for more" in page(replace(found, same=many))
+    few = replace(TALLY, verdicts=0, share=Interval(0.0, 0.0, 0.041), trials=89)
+    assert "At most 5%: holds, with the whole interval." in page(replace(found, same=few))
+    fewer = replace(few, share=Interval(0.0, 0.0, 0.088), trials=40)
+    assert "At most 5%: 40 trials are too few to say, 100 would do." in page(replace(found, same=fewer))
 
 
 def test_what_was_not_reached_is_said(tmp_path: Path, quick: None) -> None:
