@@ -16,11 +16,11 @@ OLDER = "its benchmark's record is of an earlier version and has none"
 class Cost:
     """Memory in bytes, start in seconds, energy in millijoules for an inference, which is one sample.
 
-    None where nothing was measured; `energy_reason` says why there is no energy. `energy_mj` is all that the metered
-    device took, `energy_net_mj` what it took above idle; `energy_disturbed` says that a disturbed window had to be
-    used. `host_peak_bytes` and `device_peak_bytes` are the growth of the process's memory, and of the GPU's, from
-    before the engine was opened to the peak of its first inferences; the latter is None on a CPU, and `on_gpu`, where
-    NVML doesn't tell it.
+    None where nothing was measured; `energy_reason` says why there is no energy, or none above idle. `energy_mj` is all
+    that the metered device took, `energy_net_mj` what it took above idle; `energy_disturbed` says that a disturbed
+    window had to be used. `host_peak_bytes` and `device_peak_bytes` are the growth of the process's memory, and of the
+    GPU's, from before the engine was opened to the peak of its first inferences; the latter is None on a CPU, and
+    `on_gpu`, where NVML doesn't tell it.
     """
 
     energy_mj: Interval | None = None

@@ -27,6 +27,11 @@ from tasks.timing import make_pool
 from tasks.workloads.protocol import Arrays
 
 WINDOWS = 4
+# So many before the engine's windows, and as many after; each is half as long as one of the engine's.
+IDLE_WINDOWS = 2
+IDLE_SHARE = 0.5
+SETTLED = 0.01
+SETTLE_WINDOWS = 8
 RETRIES = 2
 CHUNK_S = 0.01
 STILL_S = 1.0
@@ -38,8 +43,11 @@ class Energy:
     """Energy of one inference, which is one sample, in millijoules; all None, with the `reason`, without a meter.
 
     `raw` is all that the metered device took, `net` without `idle_w`, what it takes with the engines open and none
-    running. Intervals are Student's over the windows, at the benchmark's confidence. `power_w` is the mean under
-    load. `discarded` counts windows thrown away, by reason; `disturbed` says that one had to be used.
+    running: the mean of `idle_windows_w`, made before and after the engine's windows. Intervals are at the benchmark's
+    confidence: of `raw` Student's over the windows, of `net` see `above_idle`. Where that isn't above 0 it is in
+    `unclear_net_mj_per_inference`, `net` is None and `reason` says so. `idle_settled` is False where idle power still
+    changed when the wait for it was over. `power_w` is the mean under load. `discarded` counts windows thrown away, by
+    reason; `disturbed` says that one had to be used.
     """
 
     meter: str | None
@@ -54,18 +62,17 @@ class Energy:
     windows: int = 0
     discarded: dict[str, int] = field(default_factory=dict)
     disturbed: str | None = None
+    unclear_net_mj_per_inference: Interval | None = None
+    idle_windows_w: tuple[float, ...] = ()
+    idle_settled: bool | None = None
 
 
-def prepare(device: str, card: Card | None, params: BenchmarkParams) -> tuple[Meter, float] | str:
-    """The meter of a device and its idle power in watts, with all engines open and none at work; or why there is none.
-
-    To be called before the rounds, while the device has had nothing to do.
-    """
+def prepare(device: str, card: Card | None, params: BenchmarkParams) -> Meter | str:
+    """The meter of a device, or why there is none."""
     if not params.energy:
         return "benchmark.energy is false"
     try:
-        meter = meters.of(device, card)
-        return meter, idle_w(meter, params.energy_s)
+        return meters.of(device, card)
     except Unavailable as reason:
         return str(reason)
 
@@ -74,26 +81,37 @@ def of(
     session: Session,
     inputs: Arrays,
     params: BenchmarkParams,
-    metered: tuple[Meter, float] | str,
+    metered: Meter | str,
     disturbed: Callable[[], str | None],
 ) -> Energy:
     """The energy of an inference on `inputs` [n, …] in batches as the timing's; `metered` is from `prepare`."""
     if isinstance(metered, str):
         return Energy(meter=None, reason=metered)
     pool = make_pool(inputs, params.batch, 2 * last_level_cache_bytes())
-    return measure(session, pool, params, *metered, disturbed)
+    return measure(session, pool, params, metered, disturbed)
 
 
-def idle_w(meter: Meter, seconds: float) -> float:
-    """Mean power in watts with nothing running, from one step of the counter to another, after a pause as long."""
-    time.sleep(seconds)
+def idle_w(meter: Meter, seconds: float) -> tuple[list[float], bool]:
+    """Power in watts with nothing running, in two windows of `seconds` each; and whether it had settled before.
+
+    It has once two windows in a row agree within 1 %, which is waited for during eight at most: a device that was at
+    work keeps its clocks and its heat for a while. None of those is among the two.
+    """
 
     def rest() -> int:
         time.sleep(CHUNK_S)
         return 0
 
-    joules, elapsed, _ = _window(meter, rest, seconds)
-    return joules / elapsed
+    def watts() -> float:
+        joules, elapsed, _ = _window(meter, rest, seconds)
+        return joules / elapsed
+
+    last, settled = watts(), False
+    for _ in range(SETTLE_WINDOWS - 1):
+        before, last = last, watts()
+        if settled := abs(last - before) <= SETTLED * before:
+            break
+    return [watts() for _ in range(IDLE_WINDOWS)], settled
 
 
 def measure(
@@ -101,34 +119,41 @@ def measure(
     pool: Sequence[Arrays],
     params: BenchmarkParams,
     meter: Meter,
-    idle: float,
     disturbed: Callable[[], str | None],
 ) -> Energy:
     """Energy per inference of an engine that runs without a pause on the batches of `pool`, in four windows.
 
+    Idle power is measured right before and right after them, so that a drift of it is within its windows.
     With `clock: device` inputs are on the GPU already, else their copies are part of it, as in the timing.
     A window that `disturbed` tells of is made again, twice at most. A counter that stands still is told as a reason.
     """
     work = _work(session, pool, params.clock)
     discarded: Counter[str] = Counter()
-    found, why = [], None
+    found, why, quiet = [], None, params.energy_s * IDLE_SHARE
     try:
+        first, settled = idle_w(meter, quiet)
         _busy(work, params.energy_s / 4)
         for _ in range(WINDOWS):
             window, told = _undisturbed(lambda: _window(meter, work, params.energy_s), disturbed, discarded)
             found.append(window)
             why = told or why
+        last, still = idle_w(meter, quiet)
     except Unavailable as reason:
         return Energy(meter=None, reason=str(reason))
     joules, seconds, batches = (np.array(column) for column in zip(*found, strict=True))
-    n = batches * params.batch
+    n, idle = batches * params.batch, np.array([*first, *last])
+    net, power = above_idle(joules, seconds, n, idle, params.confidence), float(joules.sum() / seconds.sum())
+    clear = net.low > 0
     return Energy(
         meter=meter.name,
-        reason=None,
+        reason=None if clear else _unclear(power, idle),
         raw_mj_per_inference=mean(1e3 * joules / n, params.confidence),
-        net_mj_per_inference=mean(1e3 * (joules - idle * seconds) / n, params.confidence),
-        idle_w=idle,
-        power_w=float(joules.sum() / seconds.sum()),
+        net_mj_per_inference=net if clear else None,
+        unclear_net_mj_per_inference=None if clear else net,
+        idle_w=float(idle.mean()),
+        idle_windows_w=tuple(idle.tolist()),
+        idle_settled=settled and still,
+        power_w=power,
         batch=params.batch,
         inferences=int(n.sum()),
         seconds=float(seconds.sum()),
@@ -136,6 +161,21 @@ def measure(
         discarded=dict(discarded),
         disturbed=why,
     )
+
+
+def above_idle(
+    joules: np.ndarray, seconds: np.ndarray, n: np.ndarray, idle_w: np.ndarray, confidence: float
+) -> Interval:
+    """Millijoules an inference above idle, of windows [w] with `n` inferences each, and of idle windows' power [v].
+
+    Both the windows and the idle power have an error. Half-widths of Student's intervals add in quadrature: with as
+    many idle windows as others that is an interval never too narrow (Mickey and Brown 1966, Annals of Mathematical
+    Statistics 37:639). Raises ValueError as `mean`.
+    """
+    idle = mean(idle_w, confidence)
+    net = mean(1e3 * (joules - idle.value * seconds) / n, confidence)
+    half = float(np.hypot(net.high - net.value, 1e3 * (seconds / n).mean() * (idle.high - idle.value)))
+    return Interval(net.value, net.value - half, net.value + half)
 
 
 def mean(values: np.ndarray, confidence: float) -> Interval:
@@ -149,24 +189,30 @@ def mean(values: np.ndarray, confidence: float) -> Interval:
 
 def restored(raw: Mapping[str, Any]) -> Energy:
     """An energy from its JSON form."""
-    keys = ("raw_mj_per_inference", "net_mj_per_inference")
-    return Energy(**{**raw, **{key: Interval(**raw[key]) if raw[key] else None for key in keys}})
+    keys = ("raw_mj_per_inference", "net_mj_per_inference", "unclear_net_mj_per_inference")
+    return Energy(**{**raw, **{key: Interval(**raw[key]) if raw.get(key) else None for key in keys}})
 
 
 def lines(recorded: Mapping[str, Any]) -> list[str]:
     """What to say of an engine's energy in a report; `recorded` is its JSON form."""
     found = restored(recorded)
-    if found.raw_mj_per_inference is None or found.net_mj_per_inference is None:
+    if found.raw_mj_per_inference is None:
         return [f"energy: not known, {found.reason}"]
     raw, net = found.raw_mj_per_inference, found.net_mj_per_inference
     thrown = sum(found.discarded.values())
+    above = f"{net.value:.3g} mJ [{net.low:.3g}, {net.high:.3g}] above idle" if net else found.reason
     return [
-        f"energy: {raw.value:.3g} mJ an inference [{raw.low:.3g}, {raw.high:.3g}], {net.value:.3g} mJ "
-        f"[{net.low:.3g}, {net.high:.3g}] above idle; {found.power_w:.0f} W, {found.idle_w:.0f} W idle; "
+        f"energy: {raw.value:.3g} mJ an inference [{raw.low:.3g}, {raw.high:.3g}], {above}; "
+        f"{found.power_w:.0f} W, {found.idle_w:.0f} W idle{'' if found.idle_settled is not False else ', unsettled'}; "
         f"{found.meter}, {found.windows} windows, {found.inferences} inferences in batches of {found.batch}"
         + (f", {thrown} windows thrown away" if thrown else "")
         + (f"; disturbed: {found.disturbed}" if found.disturbed else "")
     ]
+
+
+def _unclear(power_w: float, idle_w: np.ndarray) -> str:
+    among = f"{idle_w.min():.1f} to {idle_w.max():.1f} W in {len(idle_w)} windows"
+    return f"not told apart from idle: {power_w:.1f} W at work, {idle_w.mean():.1f} W idle ({among})"
 
 
 def _undisturbed(

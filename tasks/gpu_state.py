@@ -48,7 +48,8 @@ class Gpu:
     `reasons` are why clocks are not higher, by name; `held_back_ms` counts, since the driver was loaded, the time
     that clocks were below what was asked for, by limit (power, thermal). `others` is the number of other processes on
     the GPU, `others_busy` the largest share (0 … 1) of its multiprocessors' time that one of them took since the
-    reading before. `missing` says why a value is None.
+    reading before. `top_sm_mhz` is what the multiprocessors may run at, as `Card.top_sm_mhz`. `missing` says why a
+    value is None.
     """
 
     at_s: float
@@ -61,6 +62,7 @@ class Gpu:
     held_back_ms: dict[str, float]
     others: int | None
     others_busy: float | None
+    top_sm_mhz: int | None = None
     missing: dict[str, str] = field(default_factory=dict)
 
 
@@ -75,6 +77,8 @@ class Card:
     """The GPU that this process's engines run on, the first that CUDA sees; to be closed.
 
     `nvml` is the module pynvml, or what behaves as it. Raises Unavailable, in one line, without a GPU or driver.
+    `top_sm_mhz` is the highest clock of the multiprocessors, or the application clock where a lower one is set; read
+    once, None where the driver doesn't tell the highest.
     """
 
     def __init__(self, nvml: ModuleType | Any = None) -> None:
@@ -93,10 +97,13 @@ class Card:
         except nvml.NVMLError as error:
             self.close()
             raise Unavailable(f"no NVIDIA GPU can be read here: {_words(error)}") from None
+        self.top_sm_mhz, self._why_no_top = _top(nvml, self._handle)
 
     def read(self) -> Gpu:
         """A reading of all that the driver tells; takes some milliseconds, so that it stays out of timed calls."""
         nvml, handle, missing = self._nvml, self._handle, dict[str, str]()
+        if self.top_sm_mhz is None:
+            missing["top_sm_mhz"] = self._why_no_top
 
         def ask(what: str, call: Callable[[], T]) -> T | None:
             try:
@@ -132,6 +139,7 @@ class Card:
             held_back_ms={policy: found.violationTime / 1e6 for policy, found in held.items() if found},
             others=others,
             others_busy=busy,
+            top_sm_mhz=self.top_sm_mhz,
             missing=missing,
         )
 
@@ -198,6 +206,18 @@ def _handle(nvml: Any) -> Any:
     if first.startswith(("GPU-", "MIG-")):
         return nvml.nvmlDeviceGetHandleByUUID(first)
     return nvml.nvmlDeviceGetHandleByIndex(int(first) if first.isdigit() else 0)
+
+
+def _top(nvml: Any, handle: Any) -> tuple[int | None, str]:
+    """What the multiprocessors may run at in MHz, or None and why."""
+    try:
+        top = int(nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM))
+    except nvml.NVMLError as error:
+        return None, _words(error)
+    with contextlib.suppress(nvml.NVMLError):
+        # Not every card has application clocks, and newer drivers do without; 0 is none that was set.
+        top = min(top, int(nvml.nvmlDeviceGetApplicationsClock(handle, nvml.NVML_CLOCK_SM)) or top)
+    return top, ""
 
 
 def _reasons(nvml: Any, handle: Any) -> int:

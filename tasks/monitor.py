@@ -11,7 +11,7 @@ from typing import Any, Self
 from tasks import cpu_state
 from tasks.cpu_state import Cpu
 from tasks.errors import Unavailable
-from tasks.gpu_state import HARMLESS, HW_BRAKE, HW_HEAT, SW_HEAT, SW_POWER, Card, Gpu
+from tasks.gpu_state import APPLICATION, HARMLESS, HW_BRAKE, HW_HEAT, IDLE, SW_HEAT, SW_POWER, Card, Gpu
 from tasks.settings import BenchmarkParams
 
 LIMITS = {"power": (SW_POWER, HW_BRAKE), "thermal": (SW_HEAT, HW_HEAT)}
@@ -104,8 +104,12 @@ class Monitor:
             return HEATED
         if before.gpu is None or now.gpu is None:
             return None
-        highest = max((g.sm_mhz for g in self._seen if g.sm_mhz), default=0) if self._clocked else 0
-        return spoilt(before.gpu, now.gpu, highest, self._params)
+        if not self._clocked:
+            return spoilt(before.gpu, now.gpu, 0, 0, self._params)
+        highest = max((g.sm_mhz for g in self._seen if g.sm_mhz), default=0)
+        # Clocks that someone set, and that the driver names so, are what the card may run at.
+        limited = any(APPLICATION in (g.reasons or ()) for g in self._seen)
+        return spoilt(before.gpu, now.gpu, highest, 0 if limited else now.gpu.top_sm_mhz or 0, self._params)
 
     def conditions(self) -> Conditions:
         """What was read; of a block that is still open, up to now."""
@@ -179,13 +183,14 @@ def merged(parts: Sequence[Conditions]) -> Conditions:
     )
 
 
-def spoilt(before: Gpu, now: Gpu, highest_mhz: int, params: BenchmarkParams) -> str | None:
+def spoilt(before: Gpu, now: Gpu, highest_mhz: int, top_mhz: int, params: BenchmarkParams) -> str | None:
     """Why the time between two readings of a GPU is no measure of an engine, or None.
 
     It is none if the driver names a reason for lower clocks at its end, other than idleness and the clocks that
     someone set; if a limit held clocks back for more than the share `max_lost` of it; if the multiprocessors' clock
-    at either end was below the share `min_clock` of the highest seen; or if another process took more than `max_lost`
-    of the multiprocessors' time. A limit in `tolerate` doesn't count.
+    at either end was below the share `min_clock` of the highest seen, or, where the driver calls the GPU idle, of
+    `top_mhz`, what it may run at; or if another process took more than `max_lost` of the multiprocessors' time. A
+    limit in `tolerate` doesn't count. Of a clock of 0 MHz nothing is said.
     """
     allowed = {reason for limit in params.tolerate for reason in LIMITS[limit]}
     told = [reason for reason in now.reasons or () if reason not in (*HARMLESS, *allowed)]
@@ -196,6 +201,10 @@ def spoilt(before: Gpu, now: Gpu, highest_mhz: int, params: BenchmarkParams) -> 
             return f"the GPU's {limit} limit held its clocks back"
     clocks = [mhz for mhz in (before.sm_mhz, now.sm_mhz) if mhz]
     held_down = any(reason in allowed for reading in (before, now) for reason in reading.reasons or ())
+    idle = [g.sm_mhz for g in (before, now) if g.sm_mhz and IDLE in (g.reasons or ())]
+    if idle and min(idle) < params.min_clock * top_mhz and not held_down:
+        least = params.min_clock * top_mhz
+        return f"the GPU ran on idle clocks: got {min(idle)} MHz, expected at least {least:.0f} of {top_mhz} MHz"
     if clocks and min(clocks) < params.min_clock * highest_mhz and not held_down:
         return "the GPU's clock was lower than it had been"
     if (now.others_busy or 0) > params.max_lost:

@@ -152,7 +152,7 @@ def _tags(one: Entry, tree: Tree) -> dict[str, str]:
         "reasons": " ".join(variant.reasons)[:4000],
         "engine_sha256": str(variant.engine_sha256),
         "test_sha256": str(variant.test_sha256),
-        "energy": f"not known: {cost.energy_reason}" if cost.energy_reason else disturbed,
+        "energy": disturbed if cost.energy_mj else f"not known: {cost.energy_reason}",
         **evidence_tags(variant),
     }
 

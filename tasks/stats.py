@@ -8,6 +8,8 @@ from functools import lru_cache
 import numpy as np
 from scipy.special import bdtr, ndtri, stdtrit
 
+from tasks.errors import Fault
+
 PERCENTILE_CONFIDENCE = 0.99
 
 
@@ -45,7 +47,7 @@ def paired_change(scores: np.ndarray, baseline: np.ndarray, confidence: float) -
     """Mean of `scores` - `baseline`, both [n] and of the same samples in the same order.
 
     Binary scores get the interval of Agresti and Min (2005, Statistics in Medicine 24:729),
-    which stays wide enough when few samples changed; others Student's t.
+    which stays wide enough when few samples changed; others Student's t, of 2 samples at least, else Fault.
     """
     center, error = paired_statistic(scores, baseline)
     value = float((scores - baseline).mean())
@@ -57,13 +59,21 @@ def paired_change(scores: np.ndarray, baseline: np.ndarray, confidence: float) -
 def paired_statistic(scores: np.ndarray, baseline: np.ndarray) -> tuple[float, float]:
     """The centre of the mean change of paired scores, both [n], and its standard error, as `paired_change` takes them.
 
-    Of binary scores both are those of Agresti and Min, and the error is a normal law's; else Student's, of n - 1.
+    Of binary scores both are those of Agresti and Min, and the error is a normal law's; else Student's, of n - 1,
+    which a single sample hasn't: Fault.
     """
     if scores.shape != baseline.shape:
         raise ValueError(f"paired scores of {scores.shape} and {baseline.shape} samples")
     _finite(np.stack([scores, baseline]), "paired scores")
     n, difference = len(scores), scores - baseline
     if not binary(scores, baseline):
+        if n < 2:
+            raise Fault(
+                "a change of scores that aren't all 0 or 1 has no interval",
+                got=f"{n} sample",
+                expected="at least 2 samples",
+                do="make the test split larger: data.test in params.yaml",
+            )
         return float(difference.mean()), float(difference.std(ddof=1) / np.sqrt(n))
     gained, lost = float((difference > 0).sum()), float((difference < 0).sum())
     return (gained - lost) / (n + 2), float(np.sqrt(gained + lost + 1 - (gained - lost) ** 2 / (n + 2))) / (n + 2)

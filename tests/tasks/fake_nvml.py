@@ -26,7 +26,7 @@ class FakeNvml:
         self.state: dict[str, Any] = {
             **{"sm": 1980, "memory": 3201, "temperature": 41, "power": 350_000, "limit": 700_000, "reasons": 0},
             **{"held": {0: 0, 1: 0}, "pids": [], "work": NVMLError(NOT_FOUND), "energy": 5_000, "mig": NVMLError(3)},
-            **{"used": 1 << 30, **state},
+            **{"used": 1 << 30, "top": 1980, "application": 1980, **state},
         }
 
     def _ask(self, key: str) -> Any:
@@ -56,6 +56,12 @@ class FakeNvml:
 
     def nvmlDeviceGetClockInfo(self, handle: int, kind: int) -> Any:
         return self._ask({1: "sm", 2: "memory"}[kind])
+
+    def nvmlDeviceGetMaxClockInfo(self, handle: int, kind: int) -> Any:
+        return self._ask({1: "top"}[kind])
+
+    def nvmlDeviceGetApplicationsClock(self, handle: int, kind: int) -> Any:
+        return self._ask({1: "application"}[kind])
 
     def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> Any:
         return self._ask("temperature")

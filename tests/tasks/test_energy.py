@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,32 @@ class Steps:
         return self._joules
 
 
+class Cooling(Steps):
+    """A counter of `watts` and of `warm` watts more, which fade by half in `half_s` once no call was made."""
+
+    def __init__(self, clock: Clock, watts: float, warm: float, half_s: float) -> None:
+        super().__init__(clock, watts, 0.001)
+        self.warm, self.half_s, self._then, self._heat, self._seen = warm, half_s, clock.now, warm, 0
+
+    def joules(self) -> float:
+        passed, self._then = self.clock.now - self._then, self.clock.now
+        if self.calls > self._seen:
+            self._seen, self._heat = self.calls, self.warm
+            self._joules += passed * (self.watts + self.warm)
+            return self._joules
+        left = self._heat * 0.5 ** (passed / self.half_s)
+        self._joules += passed * self.watts + (self._heat - left) * self.half_s / math.log(2)
+        self._heat = left
+        return self._joules
+
+
+class Wavy(Steps):
+    """A counter of a power that sways by 3.5 W, about once a second."""
+
+    def joules(self) -> float:
+        return super().joules() + math.sin(7 * math.floor(self.clock.now / self.step_s) * self.step_s) / 2
+
+
 class Session(Planted):
     """A session whose calls take a time of the clock, and energy of the meter."""
 
@@ -86,9 +113,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_what_a_call_takes_is_found_above_idle(clock: Clock, step_s: float) -> None:
     """50 W idle and 40 mJ for each call of two samples, which takes 1 ms: 20 mJ for each, and 25 mJ of idling."""
     meter = Steps(clock, 50.0, step_s, millijoules=40.0)
-    idle = energy.idle_w(meter, 1.0)
-    found = energy.measure(Session(clock, meter), POOL, PARAMS, meter, idle, lambda: None)
-    assert idle == pytest.approx(50, rel=0.02)
+    found = energy.measure(Session(clock, meter), POOL, PARAMS, meter, lambda: None)
+    assert found.idle_w == pytest.approx(50, rel=0.02)
+    assert (len(found.idle_windows_w), found.idle_settled) == (4, True)
+    assert found.unclear_net_mj_per_inference is None
     assert found.net_mj_per_inference is not None
     assert found.raw_mj_per_inference is not None
     assert found.net_mj_per_inference.value == pytest.approx(20, rel=0.03)
@@ -98,6 +126,75 @@ def test_what_a_call_takes_is_found_above_idle(clock: Clock, step_s: float) -> N
     assert found.seconds >= 4 * PARAMS.energy_s
     assert found.inferences == pytest.approx(2e3 * found.seconds, rel=0.03)
     assert found.power_w == pytest.approx(90, rel=0.03)
+
+
+def test_idle_power_is_waited_for_until_it_settled(clock: Clock) -> None:
+    """200 W more right after work, half of it gone each 0.3 s: none of it is left in the windows."""
+    windows, settled = energy.idle_w(Cooling(clock, 100.0, 200.0, 0.3), 0.5)
+    assert settled
+    assert windows == pytest.approx([100.0, 100.0], rel=0.01)
+
+
+def test_the_wait_for_idle_power_is_bounded_and_told(clock: Clock) -> None:
+    began = clock.now
+    windows, settled = energy.idle_w(Cooling(clock, 100.0, 200.0, 10.0), 0.5)
+    assert not settled
+    assert clock.now - began == pytest.approx(10 * 0.5, rel=0.15)
+    assert windows[0] > windows[1] > 200
+    meter = Cooling(clock, 100.0, 200.0, 10.0)
+    found = energy.measure(Session(clock, meter), POOL, PARAMS, meter, lambda: None)
+    assert found.idle_settled is False
+    assert "W idle, unsettled;" in energy.lines(asdict(found))[0]
+
+
+def test_the_error_of_idle_power_is_in_the_net_energy() -> None:
+    joules, seconds, n = np.array([20.0, 20.2, 19.8, 20.0]), np.full(4, 1.0), np.full(4, 100.0)
+    sure = energy.above_idle(joules, seconds, n, np.full(4, 10.0), 0.95)
+    assert (sure.value, sure.high - sure.low) == (
+        pytest.approx(100),
+        pytest.approx(2 * 3.18245 * np.sqrt(0.08 / 12) * 10, 1e-4),
+    )
+    idle = np.array([9.0, 9.2, 11.0, 10.8])
+    found = energy.above_idle(joules, seconds, n, idle, 0.95)
+    half = 3.18245 / 2 * np.hypot(joules.std(ddof=1), idle.std(ddof=1)) * 10
+    assert (found.value, found.value - found.low, found.high - found.value) == pytest.approx(
+        (100, half, half), rel=1e-4
+    )
+
+
+def test_the_interval_of_the_net_energy_covers_the_truth() -> None:
+    rng, trials, covered = np.random.default_rng(0), 2000, 0
+    for spread, idle_spread in ((1.0, 0.1), (0.5, 0.5), (0.1, 1.0)):
+        for _ in range(trials):
+            joules, idle = rng.normal(120, spread, 4), rng.normal(100, idle_spread, 4)
+            found = energy.above_idle(joules, np.ones(4), np.full(4, 1000), idle, 0.95)
+            covered += found.low <= 20 <= found.high
+    assert covered / (3 * trials) >= 0.945
+
+
+@pytest.mark.parametrize(("kind", "above"), [(Wavy, 0.1), (Steps, -3.0)])
+def test_what_is_not_told_apart_from_idle_is_none_with_the_reason(
+    clock: Clock, kind: type[Steps], above: float
+) -> None:
+    """An engine that takes hardly more than idling does, and one that takes 3 W less: the value is kept apart."""
+    meter = kind(clock, 100.0, 0.001, millijoules=above)
+    found = energy.measure(Session(clock, meter), POOL, PARAMS, meter, lambda: None)
+    assert found.raw_mj_per_inference is not None
+    assert found.net_mj_per_inference is None
+    assert found.unclear_net_mj_per_inference is not None
+    assert found.unclear_net_mj_per_inference.low <= 0
+    assert found.unclear_net_mj_per_inference.value == pytest.approx(above / 2, abs=1.5)
+    assert found.reason is not None
+    assert re.fullmatch(r"not told apart from idle: .* W at work, .* W idle \(.* to .* W in 4 windows\)", found.reason)
+    line = energy.lines(asdict(found))[0]
+    assert found.reason in line and "above idle" not in line
+    assert energy.restored(asdict(found)).unclear_net_mj_per_inference == found.unclear_net_mj_per_inference
+
+
+def test_a_record_of_an_earlier_version_is_read() -> None:
+    told = energy.Energy("NVML", None, Interval(2.0, 1.9, 2.1), Interval(1.0, 0.9, 1.1), 100.0, 200.0, 1, 40, 4.0, 4)
+    new = ("unclear_net_mj_per_inference", "idle_windows_w", "idle_settled")
+    assert energy.restored({key: value for key, value in asdict(told).items() if key not in new}) == told
 
 
 def test_without_the_steps_of_the_counter_a_window_would_be_off(clock: Clock) -> None:
@@ -118,7 +215,7 @@ def test_without_the_steps_of_the_counter_a_window_would_be_off(clock: Clock) ->
 
 def test_a_counter_that_stands_still_is_a_reason(clock: Clock) -> None:
     meter = Steps(clock, 0.0, 1.0)
-    found = energy.measure(Session(clock, meter), POOL, PARAMS, meter, 0.0, lambda: None)
+    found = energy.measure(Session(clock, meter), POOL, PARAMS, meter, lambda: None)
     assert found.raw_mj_per_inference is None
     assert found.reason == "the counter stood still for 1 s (steps)"
     assert energy.lines(asdict(found)) == ["energy: not known, the counter stood still for 1 s (steps)"]
@@ -126,17 +223,17 @@ def test_a_counter_that_stands_still_is_a_reason(clock: Clock) -> None:
 
 def test_disturbed_windows_are_made_again_and_counted(clock: Clock) -> None:
     meter, told = Steps(clock, 50.0, 0.001), iter([None, "too hot", *[None] * 100])
-    found = energy.measure(Session(clock, meter), POOL, PARAMS, meter, 0.0, lambda: next(told))
+    found = energy.measure(Session(clock, meter), POOL, PARAMS, meter, lambda: next(told))
     assert (found.discarded, found.disturbed, found.windows) == ({"too hot": 1}, None, 4)
-    found = energy.measure(Session(clock, meter), POOL, PARAMS, meter, 0.0, lambda: "too hot")
+    found = energy.measure(Session(clock, meter), POOL, PARAMS, meter, lambda: "too hot")
     assert (found.discarded, found.disturbed) == ({"too hot": 8}, "too hot")
 
 
 def test_the_device_clocks_launches_are_counted(clock: Clock) -> None:
-    meter = Steps(clock, 0.0, 0.001, millijoules=40.0)
+    meter = Steps(clock, 1.0, 0.001, millijoules=40.0)
     session = Session(clock, meter, 1e-4)
     params = BenchmarkParams(energy_s=0.5, batch=2, clock="device")
-    found = energy.measure(session, POOL, params, meter, 0.0, lambda: None)
+    found = energy.measure(session, POOL, params, meter, lambda: None)
     assert session.loaded == 1
     assert found.raw_mj_per_inference is not None
     assert found.raw_mj_per_inference.value == pytest.approx(20, rel=0.02)
@@ -227,12 +324,13 @@ def test_a_real_card_takes_more_at_work_than_idle() -> None:
     try:
         metered = energy.prepare("cuda", card, PARAMS)
         assert not isinstance(metered, str), metered
-        found = energy.measure(session, POOL, BenchmarkParams(batch=2), *metered, lambda: None)
+        found = energy.measure(session, POOL, BenchmarkParams(batch=2), metered, lambda: None)
     finally:
         card.close()
     assert found.power_w is not None
     assert found.idle_w is not None
     assert found.power_w > 1.3 * found.idle_w > 0
+    assert found.net_mj_per_inference is not None, found.reason
     assert found.raw_mj_per_inference is not None
     raw = found.raw_mj_per_inference
     assert (raw.high - raw.low) / raw.value < 0.5  # Other tests may be at work on the card.

@@ -54,13 +54,27 @@ def test_a_reading_has_units(fake_nvml: Any) -> None:
     assert found.reasons == ("software power cap",)
     assert found.held_back_ms == {"power": 2.5, "thermal": 0.0}
     assert (found.others, found.others_busy, found.missing) == (1, 0.0, {})
+    assert found.top_sm_mhz == 1980
+
+
+def test_what_a_card_may_run_at_is_its_highest_clock_or_the_one_that_is_set(fake_nvml: Any) -> None:
+    unknown = fake_nvml.NVMLError(fake_nvml.NOT_SUPPORTED)
+    for told, top in (
+        ({"top": 1980, "application": 1500}, 1500),
+        ({"top": 1410, "application": 1980}, 1410),
+        ({"top": 1980, "application": 0}, 1980),
+        ({"top": 1980, "application": unknown}, 1980),
+        ({"top": unknown, "application": 1500}, None),
+    ):
+        assert Card(fake_nvml.FakeNvml(**told)).read().top_sm_mhz == top
 
 
 def test_what_the_driver_does_not_tell_is_null_with_the_reason(fake_nvml: Any) -> None:
     unknown = fake_nvml.NVMLError(fake_nvml.NOT_SUPPORTED)
-    keys = ("sm", "memory", "temperature", "power", "limit", "reasons", "held", "pids")
+    keys = ("sm", "memory", "temperature", "power", "limit", "reasons", "held", "pids", "top", "application")
     found = Card(fake_nvml.FakeNvml(**dict.fromkeys(keys, unknown))).read()
     told = ("sm_mhz", "memory_mhz", "temperature_c", "power_w", "power_limit_w", "reasons", "others", "others_busy")
+    told += ("top_sm_mhz",)
     assert all(getattr(found, name) is None and found.missing[name] == "Not Supported" for name in told)
     assert found.held_back_ms == {}
     assert found.missing["held_back_ms.power"] == "Not Supported"
@@ -125,6 +139,8 @@ def test_a_real_card_tells_plausible_numbers() -> None:
         card.close()
     assert first.sm_mhz is not None
     assert 100 <= first.sm_mhz <= 4000
+    assert first.top_sm_mhz is not None
+    assert first.sm_mhz <= 1.1 * first.top_sm_mhz
     assert first.temperature_c is not None
     assert 10 <= first.temperature_c <= 95
     assert first.power_w is not None

@@ -25,6 +25,11 @@ PARAMS = BenchmarkParams()
     [
         ({}, None),
         ({"reasons": ("idle",)}, None),
+        ({"reasons": ("idle",), "sm_mhz": 1790}, None),
+        (
+            {"reasons": ("idle",), "sm_mhz": 345},
+            "the GPU ran on idle clocks: got 345 MHz, expected at least 1782 of 1980 MHz",
+        ),
         ({"reasons": ("application clocks",)}, None),
         ({"reasons": ("idle", "software power cap")}, "the GPU was throttled: software power cap"),
         ({"reasons": ("hardware thermal slowdown",)}, "the GPU was throttled: hardware thermal slowdown"),
@@ -40,12 +45,46 @@ PARAMS = BenchmarkParams()
     ],
 )
 def test_a_window_is_judged_by_its_ends(change: dict[str, Any], reason: str | None) -> None:
-    assert spoilt(CALM, replace(CALM, at_s=0.06, **change), 1980, PARAMS) == reason
+    assert spoilt(CALM, replace(CALM, at_s=0.06, **change), 1980, 1980, PARAMS) == reason
 
 
 def test_a_window_that_began_at_idle_clocks_is_spoilt() -> None:
-    told = spoilt(replace(CALM, sm_mhz=345), replace(CALM, at_s=0.06), 1980, PARAMS)
+    told = spoilt(replace(CALM, sm_mhz=345), replace(CALM, at_s=0.06), 1980, 1980, PARAMS)
     assert told == "the GPU's clock was lower than it had been"
+
+
+@pytest.mark.parametrize(
+    ("card", "told"),
+    [
+        ({}, "the GPU ran on idle clocks: got 345 MHz, expected at least 1782 of 1980 MHz"),
+        ({"sm": 1980}, None),
+        ({"application": 1500}, "the GPU ran on idle clocks: got 345 MHz, expected at least 1350 of 1500 MHz"),
+        ({"application": 1500, "sm": 1500}, None),
+        ({"sm": 1200, "reasons": 0x1 | 0x2}, None),
+        ({"sm": 1200, "reasons": 0x2}, None),
+        ({"top": None}, None),
+    ],
+)
+def test_idle_clocks_throughout_are_noticed_and_clocks_that_someone_set_are_not(
+    fake_nvml: Any, card: dict[str, Any], told: str | None
+) -> None:
+    card = {"sm": 345, "reasons": 0x1, "pids": [os.getpid()], **card}
+    if card.get("top", 1980) is None:
+        card["top"] = fake_nvml.NVMLError(fake_nvml.NOT_SUPPORTED)
+    with Monitor(["cuda"], PARAMS, Card(fake_nvml.FakeNvml(**card))) as watch:
+        assert [watch.disturbed(), watch.disturbed()] == [told, told]
+    assert ("top_sm_mhz" in watch.conditions().missing) is isinstance(card.get("top"), Exception)
+    with Monitor(["cuda", "cpu"], PARAMS, Card(fake_nvml.FakeNvml(**card))) as watch:
+        assert watch.disturbed() is None
+
+
+def test_a_set_clock_that_was_named_once_holds_for_idle_readings_too(fake_nvml: Any) -> None:
+    nvml = fake_nvml.FakeNvml(sm=1200, reasons=0x2, pids=[os.getpid()])
+    with Monitor(["cuda"], PARAMS, Card(nvml)) as watch:
+        nvml.state["reasons"] = 0x1
+        assert watch.disturbed() is None
+        nvml.state["sm"] = 345
+        assert watch.disturbed() == "the GPU's clock was lower than it had been"
 
 
 @pytest.mark.parametrize("limit", ["power", "thermal"])
@@ -53,10 +92,12 @@ def test_a_limit_may_be_tolerated_and_the_clocks_under_it(limit: Any) -> None:
     reason = {"power": "software power cap", "thermal": "software thermal slowdown"}[limit]
     held = {"power": 5.0, "thermal": 0.0, limit: 55.0}
     now = replace(CALM, at_s=0.06, reasons=(reason,), sm_mhz=1300, held_back_ms=held)
-    assert spoilt(CALM, now, 1980, PARAMS) is not None
-    assert spoilt(CALM, now, 1980, BenchmarkParams(tolerate=(limit,))) is None
+    assert spoilt(CALM, now, 1980, 1980, PARAMS) is not None
+    assert spoilt(CALM, now, 1980, 1980, BenchmarkParams(tolerate=(limit,))) is None
+    idle = replace(now, reasons=("idle", reason))
+    assert spoilt(CALM, idle, 1980, 1980, BenchmarkParams(tolerate=(limit,))) is None
     other: Any = {"power": "thermal", "thermal": "power"}[limit]
-    assert spoilt(CALM, now, 1980, BenchmarkParams(tolerate=(other,))) is not None
+    assert spoilt(CALM, now, 1980, 1980, BenchmarkParams(tolerate=(other,))) is not None
 
 
 def test_conditions_hold_before_during_and_after(fake_nvml: Any, tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_variant_says_what_it_costs(summary: dict[str, Any]) -> None:
     timed = read_json(layout.report("benchmark", "base-ort"))
     assert variant["first_inference_s"] == timed["footprint"]["first_inference_s"]
     assert variant["memory_bytes"] == variant["host_peak_bytes"] == timed["footprint"]["host_peak_bytes"]
-    assert (variant["energy_mj"] is None) == bool(variant["energy_reason"])
+    assert (variant["energy_net_mj"] is None) == bool(variant["energy_reason"])
     assert set(variant["plaster"]) == {
         "programmability", "latency", "accuracy", "size", "throughput", "energy_efficiency", "rate_of_learning",
     }  # fmt: skip

@@ -10,6 +10,7 @@ from scipy.optimize import brentq
 from scipy.stats import binom, norm, t
 
 from tasks import stats
+from tasks.errors import Fault
 from tasks.stats import PERCENTILE_CONFIDENCE, Interval, mean_score, needed, paired_change, percentile, quotient, ratio
 
 
@@ -85,6 +86,13 @@ def test_paired_change_of_scores_that_are_not_binary_is_students() -> None:
     low, high = t.interval(0.95, 2, (a - b).mean(), (a - b).std(ddof=1) / np.sqrt(3))
     got = paired_change(a, b, 0.95)
     assert (got.low, got.high) == pytest.approx((low, high))
+
+
+def test_a_change_of_a_single_sample_has_no_interval_unless_it_is_right_or_wrong() -> None:
+    with pytest.raises(Fault, match=r"1 sample\n.*at least 2"):
+        paired_change(np.array([0.9]), np.array([0.8]), 0.95)
+    got = paired_change(np.ones(1), np.ones(1), 0.95)
+    assert got.low < -0.5 < 0.5 < got.high
 
 
 def test_paired_change_of_different_samples_is_refused() -> None:
