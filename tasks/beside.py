@@ -24,8 +24,10 @@ MIN_ROUNDS, MAX_ROUNDS = 12, 60
 CALLS = 20
 MAX_LOST = 0.1
 
-Timer = Callable[[list[Arrays]], tuple[float, float]]
-PROFILER = "ONNX Runtime's profiler"
+# Ours and theirs of a round's batches; what comes second says whether ours are to be timed first.
+Timer = Callable[[list[Arrays], bool], tuple[float, float]]
+PROFILER, BARE = "ONNX Runtime's profiler", "bare calls"
+YES, NO, OPEN = "yes", "NO", "not told apart"
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class Beside:
     """Our milliseconds over another timer's, by round: the ratio with its interval, and its spread.
 
     `low` and `high` are the 10th and 90th percentile of the rounds' ratios. `within` says whether the ratio is
-    within 3 % of 1. `thrown` counts the rounds that other processes disturbed.
+    within 3 % of 1: `yes` if its whole interval is, `NO` if all of that is outside, else `not told apart`. `thrown`
+    counts the rounds that other processes disturbed.
     """
 
     timer: str
@@ -45,7 +48,7 @@ class Beside:
     high: float
     rounds: int
     thrown: int
-    within: bool
+    within: str
 
 
 def side_by_side(
@@ -64,7 +67,7 @@ def side_by_side(
             what = f"torch.cuda.Event around {DEVICE_CALLS} launches of the same session, median"
             timers["CUDA events by hand"] = (what, _by_events(cast(DeviceSession, session)))
         if hasattr(session, "bare"):
-            timers["bare calls"] = (
+            timers[BARE] = (
                 "the backend's own call of the same opened engine, median: the rest is what our session costs",
                 _bare(cast(BareSession, session)),
             )
@@ -78,7 +81,10 @@ def side_by_side(
 def _rounds(
     timers: dict[str, tuple[str, Timer]], pool: list[Arrays], budget_s: float
 ) -> tuple[dict[str, list[tuple[float, float]]], dict[str, int]]:
-    """Our and their milliseconds of each round, timers in random order; disturbed ones are thrown away, up to half."""
+    """Our and their milliseconds of each round, timers in random order, and ours before or after theirs by chance.
+
+    Disturbed rounds are thrown away, up to half of the fewest.
+    """
     rng, watch = np.random.default_rng(0), Host(MAX_LOST)
     pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in timers}
     thrown, start, turn = dict.fromkeys(timers, 0), time.monotonic(), 0
@@ -90,7 +96,7 @@ def _rounds(
             turn += CALLS
             settle()
             watch()
-            pair = timers[name][1](batches)
+            pair = timers[name][1](batches, bool(rng.integers(2)))
             if watch() and thrown[name] < MIN_ROUNDS // 2:
                 thrown[name] += 1
             else:
@@ -102,15 +108,28 @@ def _beside(name: str, what: str, pairs: list[tuple[float, float]], thrown: int)
     ours, theirs = np.array(pairs).T
     middle = ratio(ours, theirs, 0.95)
     low, high = (float(v) for v in np.percentile(ours / theirs, (10, 90)))
-    within = abs(middle.value - 1) <= WITHIN
-    return Beside(name, what, _median(ours), _median(theirs), middle, low, high, len(pairs), thrown, within)
+    return Beside(name, what, _median(ours), _median(theirs), middle, low, high, len(pairs), thrown, _within(middle))
+
+
+def _within(found: Interval) -> str:
+    """Whether a ratio's whole interval is within 3 % of 1, or outside."""
+    if found.low >= 1 - WITHIN and found.high <= 1 + WITHIN:
+        return YES
+    return NO if found.high < 1 - WITHIN or found.low > 1 + WITHIN else OPEN
+
+
+def _in_order(ours: Callable[[], float], theirs: Callable[[], float], ours_first: bool) -> tuple[float, float]:
+    if ours_first:
+        return ours(), theirs()
+    taken = theirs()
+    return ours(), taken
 
 
 def _by_profile(session: Profiled) -> Timer:
     """Our median of a round's calls; theirs comes later, so the place of the first of them in the profile instead."""
     ran = itertools.count(step=CALLS)
 
-    def timer(batches: list[Arrays]) -> tuple[float, float]:
+    def timer(batches: list[Arrays], ours_first: bool) -> tuple[float, float]:
         return _median([timed_call(cast(Session, session), batch) for batch in batches]), float(next(ran))
 
     return timer
@@ -119,11 +138,14 @@ def _by_profile(session: Profiled) -> Timer:
 def _by_torch(session: Session) -> Timer:
     from torch.utils.benchmark import Timer as TorchTimer
 
-    def timer(batches: list[Arrays]) -> tuple[float, float]:
+    def timer(batches: list[Arrays], ours_first: bool) -> tuple[float, float]:
         names = {"session": session, "batches": itertools.cycle(batches)}
         theirs = TorchTimer("session.run(next(batches)); session.synchronize()", globals=names)
-        taken = theirs.timeit(len(batches)).mean * 1e3
-        return float(np.mean([timed_call(session, batch) for batch in batches])), taken
+        return _in_order(
+            lambda: float(np.mean([timed_call(session, batch) for batch in batches])),
+            lambda: float(theirs.timeit(len(batches)).mean) * 1e3,
+            ours_first,
+        )
 
     return timer
 
@@ -135,9 +157,12 @@ def _by_events(session: DeviceSession) -> Timer:
         session.load(batch)
         return between(session.launch)
 
-    def timer(batches: list[Arrays]) -> tuple[float, float]:
-        theirs = _median([by_hand(batch) for batch in batches])
-        return _median([timed_call(session, batch, "device") for batch in batches]), theirs
+    def timer(batches: list[Arrays], ours_first: bool) -> tuple[float, float]:
+        return _in_order(
+            lambda: _median([timed_call(session, batch, "device") for batch in batches]),
+            lambda: _median([by_hand(batch) for batch in batches]),
+            ours_first,
+        )
 
     return timer
 
@@ -147,12 +172,20 @@ def _bare(session: BareSession) -> Timer:
     on_gpu = hasattr(session, "device_ms")
     between, clock = (_events(session), "device") if on_gpu else (_by_host, "host")
 
-    def timer(batches: list[Arrays]) -> tuple[float, float]:
-        used, theirs = [batches[0]] if on_gpu else batches, []
-        for batch in used:
-            with session.bare(batch) as call:
-                theirs += [between(call) for _ in range(len(batches) // len(used))]
-        return _median([timed_call(session, used[i % len(used)], clock) for i in range(len(batches))]), _median(theirs)
+    def timer(batches: list[Arrays], ours_first: bool) -> tuple[float, float]:
+        used = [batches[0]] if on_gpu else batches
+
+        def theirs() -> float:
+            taken = []
+            for batch in used:
+                with session.bare(batch) as call:
+                    taken += [between(call) for _ in range(len(batches) // len(used))]
+            return _median(taken)
+
+        def ours() -> float:
+            return _median([timed_call(session, used[i % len(used)], clock) for i in range(len(batches))])
+
+        return _in_order(ours, theirs, ours_first)
 
     return timer
 

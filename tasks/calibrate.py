@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +16,8 @@ from tasks.bench import Environment, environment
 from tasks.disturbance import Host, load_average
 from tasks.monitor import Monitor
 from tasks.openings import Openings
-from tasks.planted import Early, tiny_engine
+from tasks.planted import Early, spins, tiny_engine
+from tasks.record import git_commit
 from tasks.settings import BenchmarkParams
 from tasks.timing import timed_call
 from tasks.trials import Tally, Tell, Trials, make_bed
@@ -27,6 +30,7 @@ PLANTED = BenchmarkParams(window_ms=20, warmup_ms=20)
 SAME_SHARE, POWER_SHARE, BESIDE_SHARE = 0.5, 0.37, 0.08
 # Of the same engine's share, what openings get if they are too slow for each trial to have its own.
 OPENINGS_SHARE = 0.5
+TOLD = ("torch", "onnxruntime", "tensorrt", "tensorrt_rtx")
 
 
 @dataclass(frozen=True)
@@ -44,17 +48,24 @@ class Calibration:
 
     `reopened` says that each trial opened the engine anew, so that what differs between two openings of it, such as
     where its memory lies, counts as chance. `openings` is how much that is. `clock` is the one that the same engine
-    was timed by; what is planted is timed by the host's.
+    was timed by; `planted_clock` that of what is planted: the same, or the host's where PyTorch reaches no GPU.
+    `same` and `alone` are of the same trials: as a benchmark judges, and by their rounds alone. `libraries` are the
+    versions of those that were imported.
     """
 
     engine: str
     backend: str
+    engine_sha256: str
+    commit: str | None
+    libraries: dict[str, str]
     clock: str
+    planted_clock: str
     reopened: bool
     openings: Openings | None
     early: EarlyReport | None
     beside: list[beside.Beside]
     same: Tally | None
+    alone: Tally | None
     power: list[Tally]
     interrupted: bool
     seconds: float
@@ -82,25 +93,33 @@ def calibrate(
     """
     start, load = time.monotonic(), load_average()
     bed = make_bed(engine or tiny_engine(scratch, 256, 4), made=engine is None, clock=clock)
+    planted_clock = clock if clock == "host" or spins() else "host"
     same_params = SAME.model_copy(update={"clock": clock})
+    planted_params = PLANTED.model_copy(update={"clock": planted_clock})
+    commit = git_commit() if shutil.which("git") else None
     described, waited, compared = manifest.read(bed.folder, trusted=False), None, list[beside.Beside]()
     with Monitor((described.device,), SAME) as watch:
         kept, same_s = 0 if bed.reopen else 2, SAME_SHARE * budget_s
         same = Trials(0.0, trials, same_params, same_s, watch.disturbed, kept)
         opened = same if bed.reopen else Trials(0.0, openings, same_params, OPENINGS_SHARE * same_s, watch.disturbed, 1)
         each_s = POWER_SHARE * budget_s / len(DIFFERENCES)
-        power = [Trials(d, planted, PLANTED, each_s, watch.disturbed, kept) for d in DIFFERENCES]
+        power = [Trials(d, planted, planted_params, each_s, watch.disturbed, kept) for d in DIFFERENCES]
 
         def found(interrupted: bool = True) -> Calibration:
             return Calibration(
                 engine=engine.name if engine else "4 matrix products of 256 x 256 with ReLU, made on the spot",
                 backend=described.backend,
+                engine_sha256=described.engine_sha256,
+                commit=commit,
+                libraries=_versions(),
                 clock=clock,
+                planted_clock=planted_clock,
                 reopened=bed.reopen,
                 openings=opened.openings(),
                 early=waited,
                 beside=compared,
                 same=same.tally(),
+                alone=same.tally_alone(),
                 power=[tally for part in power if (tally := part.tally())],
                 interrupted=interrupted,
                 seconds=time.monotonic() - start,
@@ -123,6 +142,11 @@ def calibrate(
         except KeyboardInterrupt:
             return found()
         return found(interrupted=False)
+
+
+def _versions() -> dict[str, str]:
+    """The versions of the libraries that were imported, by name."""
+    return {name: str(getattr(sys.modules[name], "__version__", "unknown")) for name in TOLD if name in sys.modules}
 
 
 def early(true_ms: float, calls: int = 200) -> EarlyReport:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from tasks import monitor
-from tasks.beside import WITHIN, Beside
+from tasks.beside import BARE, NO, OPEN, WITHIN, YES, Beside
 from tasks.calibrate import PLANTED, SAME, Calibration
 from tasks.monitor import Conditions
 from tasks.openings import FEWEST
@@ -27,15 +27,19 @@ def page(found: Calibration) -> str:
         "| | |",
         "|---|---|",
         f"| machine | {e.name}, {e.cores} cores for this process |",
+        f"| target | {e.target_id} |",
         f"| system | {e.system}, Python {e.python} |",
+        f"| libraries | {', '.join(f'{name} {version}' for name, version in found.libraries.items()) or 'none'} |",
+        f"| git commit | {found.commit or 'none'} |",
         f"| frequency governor | {e.governor or 'not told by the system'} |",
         f"| load average | {e.load_average[0]:.2f} before, {e.load_average[1]:.2f} after |",
         *_conditions(e.conditions),
         f"| engine | {found.engine}, backend {found.backend} |",
+        f"| engine sha256 | {found.engine_sha256} |",
         "",
         *_same(found),
         *_openings(found),
-        *_power(found.power),
+        *_power(found),
         *_early(found),
         *_beside(found.beside),
     ]
@@ -49,23 +53,46 @@ def _conditions(found: Conditions | None) -> list[str]:
 
 
 def _same(found: Calibration) -> list[str]:
-    opened = "opened anew for each trial" if found.reopened else "opened twice, once for all trials"
+    opened = "opened anew for each trial" if found.reopened else "opened once each, for all trials"
     lines = [
         "## The same engine twice",
         "",
-        f"The two are {opened}. Any verdict is a false one; at most {ALLOWED:.0%} may be, whatever the stopping rule "
-        f"did: {SAME.rounds} to {SAME.max_rounds} rounds, windows of {SAME.window_ms:g} ms, the {found.clock}'s clock; "
-        f"here and below intervals allow for openings that differ by {SAME.reopen_sd:.1%} (`reopen_sd`).",
+        f"The two are {opened}. Any verdict on the engine is a false one; at most {ALLOWED:.0%} may be, whatever the "
+        f"stopping rule did: {SAME.rounds} to {SAME.max_rounds} rounds, windows of {SAME.window_ms:g} ms, the "
+        f"{found.clock}'s clock. A benchmark's intervals, here and below, allow for openings that differ by "
+        f"{SAME.reopen_sd:.1%} (`reopen_sd`). The second row judges the same rounds with a `reopen_sd` of 0, up to the "
+        "look that would have ended them: that tests the rounds' own intervals. It may exceed "
+        f"{ALLOWED:.0%} where the two openings really differ, which their rounds are right to tell.",
         "",
     ]
-    if found.same is None:
+    if found.same is None or found.alone is None:
         return [*lines, "Not reached.", ""]
-    told = "holds" if found.same.share.value <= ALLOWED else "DOES NOT HOLD"
-    if found.same.share.high <= ALLOWED:
-        told = "holds, with the whole interval"
-    elif found.same.trials < ENOUGH:
-        told = f"{found.same.trials} trials are too few to say, {ENOUGH} would do"
-    return [*lines, *_table([found.same], "false verdicts"), "", f"At most {ALLOWED:.0%}: {told}.", ""]
+    shift = "" if found.reopened else " (a constant shift between the two openings is in every trial)"
+    rows = {"as a benchmark judges": found.same, f"by its rounds alone{shift}": found.alone}
+    return [
+        *lines,
+        *_table("judged", rows, "verdicts"),
+        "",
+        f"At most {ALLOWED:.0%}: {_limit(found.same)}.",
+        "",
+        f"By its rounds alone, at most {ALLOWED:.0%}: {_limit(found.alone)}{_meaning(found.alone)}.",
+        "",
+    ]
+
+
+def _limit(tally: Tally) -> str:
+    """Whether the share of verdicts keeps to the limit."""
+    if tally.share.high <= ALLOWED:
+        return "holds, with the whole interval"
+    if tally.trials < ENOUGH and tally.share.low <= ALLOWED:
+        return f"{tally.trials} trials are too few to say, {ENOUGH} would do"
+    return "holds" if tally.share.value <= ALLOWED else "DOES NOT HOLD"
+
+
+def _meaning(alone: Tally) -> str:
+    if alone.share.low <= ALLOWED:
+        return ""
+    return ": the two openings differ by more than the rounds' noise, or the rounds' intervals are too narrow"
 
 
 def _openings(found: Calibration) -> list[str]:
@@ -90,29 +117,39 @@ def _openings(found: Calibration) -> list[str]:
     ]
 
 
-def _power(tallies: list[Tally]) -> list[str]:
+def _power(found: Calibration) -> list[str]:
+    if found.planted_clock == "device":
+        how = (
+            "The GPU spins after each launch, on the engine's own stream: for some 5 µs, and after those of one of the "
+            "two for a known share of the call longer. By the device's clock; where the host starts calls more slowly "
+            "than the GPU makes them, less of the share shows."
+        )
+    else:
+        how = "One of the two waits, busily, for a known share of each call, by the host's clock."
+        how += " PyTorch reaches no GPU here, so not by the device's." if found.clock == "device" else ""
     lines = [
         "## Planted differences",
         "",
-        "One of the two waits, busily, for a known share of each call, by the host's clock. The share of measurements "
-        "that find it slower: "
+        f"{how} The share of measurements that find it slower: "
         f"{PLANTED.rounds} to {PLANTED.max_rounds} rounds, windows of {PLANTED.window_ms:g} ms, a third of a "
         "benchmark's, so that a benchmark finds rather more.",
         "",
     ]
-    return [*lines, *(_table(tallies, "found") if tallies else ["Not reached."]), ""]
+    rows = {f"{tally.planted:.0%}": tally for tally in found.power}
+    told = _table(f"planted, the {found.planted_clock}'s clock", rows, "found") if rows else ["Not reached."]
+    return [*lines, *told, ""]
 
 
-def _table(tallies: list[Tally], verdict: str) -> list[str]:
+def _table(which: str, rows: dict[str, Tally], verdict: str) -> list[str]:
     head = (
-        f"| planted | trials | {verdict} | share, 95 % interval | median ratio | rounds, mean | windows thrown away |"
+        f"| {which} | trials | {verdict} | share, 95 % interval | median ratio | rounds, mean | windows thrown away |"
     )
     lines = [head, "|---|---|---|---|---|---|---|"]
-    for t in tallies:
+    for name, t in rows.items():
         of = f"{t.trials}" + (f" of {t.asked}, no time for more" if t.trials < t.asked else "")
         busy = f", {t.busy} trials with disturbed ones left" if t.busy else ""
         lines.append(
-            f"| {t.planted:.0%} | {of} | {t.verdicts} | {t.share.value:.1%} [{t.share.low:.1%}, {t.share.high:.1%}] "
+            f"| {name} | {of} | {t.verdicts} | {t.share.value:.1%} [{t.share.low:.1%}, {t.share.high:.1%}] "
             f"| {t.ratio:.4f} | {t.rounds:.1f} | {t.discarded}{busy} |"
         )
     return lines
@@ -136,7 +173,9 @@ def _beside(rows: list[Beside]) -> list[str]:
     lines = [
         "## Other timers beside ours",
         "",
-        "In one run, in interleaved rounds of 20 calls; ours over theirs, by round.",
+        "In one run, in interleaved rounds of 20 calls, ours before or after theirs by chance where the calls aren't "
+        f"the same; ours over theirs, by round. {YES}: the whole interval is within {WITHIN:.0%} of 1; {NO}: all of it "
+        f"is outside; else {OPEN}.",
         "",
     ]
     if not rows:
@@ -150,6 +189,8 @@ def _beside(rows: list[Beside]) -> list[str]:
         lines.append(
             f"| {b.timer} | {b.what} | {b.ours_ms:.4f} | {b.theirs_ms:.4f} "
             f"| {b.ratio.value:.4f} [{b.ratio.low:.4f}, {b.ratio.high:.4f}] | {b.low:.4f} to {b.high:.4f} "
-            f"| {b.rounds} ({b.thrown}) | {'yes' if b.within else 'NO'} |"
+            f"| {b.rounds} ({b.thrown}) | {b.within} |"
         )
+    if not any(b.timer == BARE for b in rows):
+        lines += ["", f"{BARE}: not available for this backend"]
     return lines

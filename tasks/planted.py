@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 
@@ -16,7 +17,17 @@ from tasks.engines.protocol import Session
 from tasks.errors import Fault
 from tasks.manifest import Manifest, TensorSpec
 from tasks.settings import BuildParams
+from tasks.timing import DEVICE_CALLS
 from tasks.workloads.protocol import Arrays
+
+if TYPE_CHECKING:
+    from tasks.engines.cuda import CudaSession
+
+# Some 5 µs of a GPU: what spins for less is partly hidden by the start of the next kernel.
+BASE_CYCLES = 10_000
+# Some 2 ms, which the host's clock can tell.
+LONG_CYCLES = 4_000_000
+REPEATS = 5
 
 
 class Planted:
@@ -54,6 +65,103 @@ class Slowed(Planted):
 
     def synchronize(self) -> None:
         self.inner.synchronize()
+
+
+class SlowedOnDevice(Planted):
+    """A session on a GPU whose launches take a known share longer by the GPU's clock. It doesn't own the session.
+
+    One thread of the GPU spins after each launch, on the session's own stream, and `device_ms` is the session's own.
+    With a share of 0 it spins for some 5 µs, which count as the call's, so that both of a pair start as many kernels.
+    How long a cycle is, the host's clock tells. Where the host takes longer to start a call than the GPU to make it,
+    the GPU would be idle meanwhile, and less of the share shows.
+    """
+
+    device = "cuda"
+
+    def __init__(self, inner: CudaSession, share: float) -> None:
+        self.inner, self.share = inner, share
+        self.inputs, self.outputs, self.memory_bytes = inner.inputs, inner.outputs, inner.memory_bytes
+        self._spin = spinner(inner)
+        self._cycles: int | None = None
+
+    def load(self, batch: Arrays) -> None:
+        """As the session's; the first one also measures how long the share is, of all calls from then on."""
+        self.inner.load(batch)
+        own = self.inner._loaded()
+        if self._cycles is None:
+            self._cycles = BASE_CYCLES + self._extra(own)
+        self.inner._enqueue = self._followed(own, self._cycles)
+
+    def launch(self) -> None:
+        self.inner.launch()
+
+    def fetch(self) -> Arrays:
+        return self.inner.fetch()
+
+    def run(self, batch: Arrays) -> Arrays:
+        self.load(batch)
+        self.launch()
+        return self.fetch()
+
+    def device_ms(self, calls: int) -> float:
+        return self.inner.device_ms(calls)
+
+    def synchronize(self) -> None:
+        self.inner.synchronize()
+
+    def _followed(self, own: Callable[[], None], cycles: int) -> Callable[[], None]:
+        def both() -> None:
+            own()
+            self._spin(cycles)
+
+        return both
+
+    def _extra(self, own: Callable[[], None]) -> int:
+        """The cycles in the share of a call; what is measured first, with its start-up, is thrown away."""
+        if not self.share:
+            return 0
+        self.inner._enqueue = self._followed(own, BASE_CYCLES)
+        taken = median([self.inner.device_ms(DEVICE_CALLS) for _ in range(1 + REPEATS)][1:])
+        longer = median([self._waited_ms(2) - self._waited_ms(1) for _ in range(1 + REPEATS)][1:])
+        if longer <= 0:
+            raise Fault(
+                "the GPU doesn't wait as long as it is told to",
+                got=f"{longer:.4f} ms for {LONG_CYCLES} cycles more",
+                expected="more than 0",
+                do="calibrate by the host's clock",
+            )
+        return round(self.share * taken * LONG_CYCLES / longer)
+
+    def _waited_ms(self, times: int) -> float:
+        start = time.perf_counter()
+        self._spin(times * LONG_CYCLES)
+        self.inner.synchronize()
+        return (time.perf_counter() - start) * 1e3
+
+
+def slowed(inner: Session, share: float, clock: str) -> Session:
+    """A session that is slower by a share of each call, by the `host`'s clock or the `device`'s."""
+    return SlowedOnDevice(cast("CudaSession", inner), share) if clock == "device" else Slowed(inner, share)
+
+
+def spins() -> bool:
+    """Whether PyTorch reaches a GPU here, and can have it spin."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def spinner(session: CudaSession) -> Callable[[int], None]:
+    """What has one thread of the GPU spin for so many cycles of its clock, on the session's stream."""
+    import torch
+
+    stream = torch.cuda.ExternalStream(session.stream.handle)
+
+    def spin(cycles: int) -> None:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(cycles)
+
+    return spin
 
 
 class Early(Planted):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,11 +14,11 @@ from tasks import manifest, measure, sequential
 from tasks.bench import random_inputs
 from tasks.engines.protocol import Session, backend, open_engine
 from tasks.openings import Openings, spread
-from tasks.planted import Slowed
+from tasks.planted import slowed
 from tasks.settings import BenchmarkParams
 from tasks.stats import Interval, log_error, mean_score, ratio
 from tasks.target import last_level_cache_bytes
-from tasks.timing import make_pool
+from tasks.timing import make_pool, relative_width
 from tasks.workloads.protocol import Arrays
 
 QUICK_OPEN_S = 0.1
@@ -46,6 +46,37 @@ class Tally:
 
 
 @dataclass(frozen=True)
+class Judged:
+    """What a measurement says: whether that is a verdict, the ratio, and the number of rounds at which it ends."""
+
+    clear: bool
+    ratio: Interval
+    rounds: int
+
+
+def judged(
+    slow: Sequence[float],
+    fast: Sequence[float],
+    looks: Sequence[int],
+    horizon: int,
+    params: BenchmarkParams,
+    reopen_sd: float,
+) -> Judged:
+    """What a benchmark with this `reopen_sd` says of paired medians [rounds]: at the first look that ends it.
+
+    `looks` are those of a measurement that allowed for as much or more, and so ended at this one's end or later.
+    """
+    for place, n in enumerate(looks, 1):
+        until, so_far = looks[:place], (slow[:n], fast[:n])
+        gain = sequential.speedup(*so_far, until, horizon, params.confidence, reopen_sd=reopen_sd)
+        clear = sequential.clear(gain, n, sequential.confidence_at(until, horizon, params.confidence))
+        width = relative_width(ratio(np.array(fast[:n]), np.array(slow[:n]), params.confidence))
+        if clear and width <= params.max_width:
+            break
+    return Judged(clear, gain, n)
+
+
+@dataclass(frozen=True)
 class Bed:
     """An engine to calibrate on: how it is opened, batches of random inputs, and whether each trial opens it anew."""
 
@@ -59,7 +90,8 @@ class Bed:
 class Trials:
     """Measurements of an engine against itself, one of the two slowed by `planted`; they can be broken off.
 
-    Of the two sessions `kept` stay open for all trials; the others are opened anew for each.
+    Of the two sessions `kept` stay open for all trials; the others are opened anew for each. `alone` is what each
+    trial's rounds say with nothing added for openings (`reopen_sd` of 0).
     """
 
     planted: float
@@ -72,6 +104,7 @@ class Trials:
     ratios: list[float] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)
     rounds: list[int] = field(default_factory=list)
+    alone: list[Judged] = field(default_factory=list)
     busy: int = 0
     discarded: int = 0
 
@@ -103,16 +136,24 @@ class Trials:
 
     def tally(self) -> Tally | None:
         """The trials made so far, None if there were none."""
-        if not self.right:
+        return self._tally(self.right, self.ratios, self.rounds)
+
+    def tally_alone(self) -> Tally | None:
+        """The same trials, judged by their rounds alone."""
+        alone = self.alone
+        return self._tally([self._right(j) for j in alone], [j.ratio.value for j in alone], [j.rounds for j in alone])
+
+    def _tally(self, right: list[bool], ratios: list[float], rounds: list[int]) -> Tally | None:
+        if not right:
             return None
         return Tally(
             planted=self.planted,
             asked=self.asked,
-            trials=len(self.right),
-            verdicts=sum(self.right),
-            share=mean_score(np.array(self.right, float), 0.95),
-            ratio=float(np.median(self.ratios)),
-            rounds=float(np.mean(self.rounds)),
+            trials=len(right),
+            verdicts=sum(right),
+            share=mean_score(np.array(right, float), 0.95),
+            ratio=float(np.median(ratios)),
+            rounds=float(np.mean(rounds)),
             busy=self.busy,
             discarded=self.discarded,
         )
@@ -121,20 +162,26 @@ class Trials:
         params = self.params.model_copy(update={"seed": len(self.right)})
         sessions: dict[str, Session] = {"plain": pair[0], "slowed": pair[1]}
         if self.planted:
-            sessions = {"plain": Slowed(pair[0], 0.0), "slowed": Slowed(pair[1], self.planted)}
+            shares = {"plain": 0.0, "slowed": self.planted}
+            sessions = {n: slowed(s, shares[n], params.clock) for n, s in sessions.items()}
         measured = measure.Measurement(sessions, bed.pool, params, disturbed=self.disturbed)
         measured.run(tell=False)
         timings = measured.timings()
-        gain = measure.speedup(timings, "plain", "slowed", params.confidence)
-        n = len(timings["plain"].medians)
-        clear = sequential.clear(gain, n, measure.confidence_of(timings["plain"], params.confidence))
-        self.right.append(clear and (gain.low > 1 or not self.planted))
-        plain = ratio(np.array(timings["plain"].medians), np.array(timings["slowed"].medians), params.confidence)
-        self.ratios.append(gain.value)
+        fast, slow = timings["plain"], timings["slowed"]
+        padded, alone = (
+            judged(slow.medians, fast.medians, fast.looks, fast.horizon, params, sd) for sd in (params.reopen_sd, 0.0)
+        )
+        plain = ratio(np.array(fast.medians), np.array(slow.medians), params.confidence)
+        self.right.append(self._right(padded))
+        self.alone.append(alone)
+        self.ratios.append(padded.ratio.value)
         self.errors.append(log_error(plain, params.confidence))
-        self.rounds.append(n)
+        self.rounds.append(padded.rounds)
         self.busy += bool(timings["plain"].busy)
         self.discarded += sum(sum(t.discarded.values()) for t in timings.values())
+
+    def _right(self, found: Judged) -> bool:
+        return found.clear and (found.ratio.low > 1 or not self.planted)
 
 
 def make_bed(folder: Path, made: bool, clock: str = "host") -> Bed:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tasks import __main__ as command
-from tasks import beside
+from tasks import beside, manifest
 from tasks import calibrate as module
 from tasks import trials as trials_module
 from tasks.beside import side_by_side
@@ -110,7 +110,7 @@ def test_other_timers_say_what_ours_says(tmp_path: Path) -> None:
     for row in found:
         assert row.rounds + row.thrown >= 12
         assert row.low <= row.ratio.value <= row.high
-        assert row.within == (abs(row.ratio.value - 1) <= 0.03)
+        assert row.within == beside._within(row.ratio)
 
 
 def test_an_interruption_keeps_what_is_done(tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_an_interruption_keeps_what_is_done(tmp_path: Path, quick: None, monkeyp
     found = calibrate(2, 2, None, 4.0, tmp_path, lambda _: None, keep=kept.append)
     assert [(bool(k.beside), bool(k.same), len(k.power)) for k in kept] == [(1, 0, 0), (1, 1, 0), (1, 1, 1)]
     assert found.interrupted and all(k.interrupted for k in kept)
-    assert found.same is not None
+    assert found.same is not None and found.alone is not None
     assert [tally.planted for tally in found.power] == [0.02]
     assert "interrupted: what was found until then" in page(found)
 
@@ -138,7 +138,7 @@ def test_the_page_says_whether_the_limit_holds(tmp_path: Path, quick: None) -> N
     found = calibrate(1, 1, None, 2.0, tmp_path, lambda _: None)
     text = page(replace(found, same=TALLY))
     assert text.startswith(f"# Calibration of {fingerprint().id}\n")
-    assert "| 0% | 200 | 6 | 3.0% [1.4%, 6.4%] | 1.0000 | 58.0 | 12 |" in text
+    assert "| as a benchmark judges | 200 | 6 | 3.0% [1.4%, 6.4%] | 1.0000 | 58.0 | 12 |" in text
     assert "At most 5%: holds." in text
     assert str(tmp_path) not in text
     many = replace(TALLY, verdicts=20, share=Interval(0.1, 0.07, 0.15), trials=150)
@@ -148,6 +148,60 @@ def test_the_page_says_whether_the_limit_holds(tmp_path: Path, quick: None) -> N
     assert "At most 5%: holds, with the whole interval." in page(replace(found, same=few))
     fewer = replace(few, share=Interval(0.0, 0.0, 0.088), trials=40)
     assert "At most 5%: 40 trials are too few to say, 100 would do." in page(replace(found, same=fewer))
+    never = replace(fewer, verdicts=40, share=Interval(1.0, 0.91, 1.0))
+    assert "At most 5%: DOES NOT HOLD." in page(replace(found, same=never))
+
+
+def test_the_page_has_the_same_trials_by_their_rounds_alone(tmp_path: Path, quick: None) -> None:
+    found = calibrate(1, 1, None, 2.0, tmp_path, lambda _: None)
+    assert found.alone is not None and found.alone.trials == 1
+    text = page(replace(found, same=TALLY, alone=TALLY))
+    assert "| by its rounds alone | 200 | 6 | 3.0% [1.4%, 6.4%] | 1.0000 | 58.0 | 12 |" in text
+    assert "By its rounds alone, at most 5%: holds." in text
+    assert "a `reopen_sd` of 0" in text and "The two are opened anew for each trial." in text
+    differ = replace(TALLY, verdicts=60, share=Interval(0.3, 0.24, 0.37))
+    once = page(replace(found, same=TALLY, alone=differ, reopened=False))
+    assert "| by its rounds alone (a constant shift between the two openings is in every trial) | 200 | 60 |" in once
+    assert "By its rounds alone, at most 5%: DOES NOT HOLD: the two openings differ by more than the rounds'" in once
+    assert "At most 5%: holds." in once
+
+
+def test_the_page_names_the_code_the_libraries_and_the_engine(tmp_path: Path, quick: None) -> None:
+    found = calibrate(1, 1, None, 0.1, tmp_path, lambda _: None)
+    text, made = page(found), manifest.read(tmp_path / "tiny-64x2", trusted=False)
+    assert f"| engine sha256 | {made.engine_sha256} |" in text
+    assert f"| target | {fingerprint().id} |" in text
+    assert {"torch", "onnxruntime"} <= found.libraries.keys()
+    assert f"onnxruntime {found.libraries['onnxruntime']}" in text
+    told = page(replace(found, commit="0123abcd+", libraries={}))
+    assert "| git commit | 0123abcd+ |" in told and "| libraries | none |" in told
+    assert "| git commit | none |" in page(replace(found, commit=None))
+
+
+def test_without_git_there_is_no_commit(tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.shutil, "which", lambda _: None)
+    assert calibrate(1, 1, None, 0.1, tmp_path, lambda _: None).commit is None
+
+
+def test_the_page_says_by_which_clock_the_planted_rows_are(tmp_path: Path, quick: None) -> None:
+    found = replace(calibrate(1, 1, None, 0.1, tmp_path, lambda _: None), power=[replace(TALLY, planted=0.02)])
+    assert (found.clock, found.planted_clock) == ("host", "host")
+    text = page(found)
+    assert "| planted, the host's clock | trials | found |" in text and "\n| 2% | 200 | 6 |" in text
+    assert "PyTorch reaches no GPU" not in text
+    device = page(replace(found, clock="device", planted_clock="device"))
+    assert "| planted, the device's clock | trials | found |" in device
+    assert "The GPU spins after each launch" in device and "busily" not in device
+    assert "PyTorch reaches no GPU here" in page(replace(found, clock="device"))
+
+
+def test_the_page_says_what_is_within_and_which_timer_there_is_not(tmp_path: Path, quick: None) -> None:
+    found = calibrate(1, 1, None, 0.1, tmp_path, lambda _: None)
+    text = page(found)
+    assert all(f"({row.thrown}) | {row.within} |" in text for row in found.beside)
+    assert "bare calls: not available" not in text
+    fewer = replace(found, beside=[row for row in found.beside if row.timer != beside.BARE])
+    assert "bare calls: not available for this backend" in page(fewer)
 
 
 def test_what_was_not_reached_is_said(tmp_path: Path, quick: None) -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tasks import manifest
+from tasks import manifest, planted
 from tasks.engines.protocol import open_engine
-from tasks.planted import Early, Profiled, Slowed, tiny_engine
+from tasks.errors import Fault
+from tasks.planted import BASE_CYCLES, Early, Profiled, Slowed, SlowedOnDevice, slowed, spins, tiny_engine
 from tasks.timing import timed_call
 
 
@@ -62,3 +67,118 @@ def test_a_tiny_engine_is_an_engine_and_its_profile_counts_its_runs(tmp_path: Pa
     assert all(0 < t < 1000 for t in times)
     assert (expected >= 0).all()
     assert expected.any()
+
+
+class Device:
+    """As `CudaSession`, of a pretended GPU with a clock of its own: what is enqueued is done at once."""
+
+    inputs = outputs = ()
+    device = "cuda"
+    memory_bytes = 5
+
+    def __init__(self, ms: float) -> None:
+        self.ms, self.now, self._enqueue = ms, 0.0, None
+
+    def work(self, ms: float) -> None:
+        self.now += ms
+
+    def load(self, batch: Any) -> None:
+        self._enqueue: Any = lambda: self.work(self.ms)
+
+    def _loaded(self) -> Any:
+        return self._enqueue
+
+    def launch(self) -> None:
+        self._loaded()()
+
+    def fetch(self) -> Any:
+        return {"y": 1}
+
+    def device_ms(self, calls: int) -> float:
+        start = self.now
+        for _ in range(calls):
+            self._loaded()()
+        return (self.now - start) / calls
+
+    def synchronize(self) -> None:
+        pass
+
+
+CYCLES_PER_MS = 2e6
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Any]:
+    """`on_device(ms)`: a session of so long calls, whose GPU spins two million cycles a millisecond."""
+
+    def made(ms: float) -> Any:
+        session = Device(ms)
+        monkeypatch.setattr(planted, "spinner", lambda s: lambda cycles: s.work(cycles / CYCLES_PER_MS))
+        monkeypatch.setattr(planted, "time", SimpleNamespace(perf_counter=lambda: session.now / 1e3))
+        return session
+
+    return made
+
+
+@pytest.mark.parametrize("ms", [0.05, 2.0, 70.0])
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.5])
+def test_a_session_slowed_on_the_device_takes_its_share_longer_there(on_device: Any, ms: float, share: float) -> None:
+    base = BASE_CYCLES / CYCLES_PER_MS
+    both = [SlowedOnDevice(on_device(ms), 0.0), SlowedOnDevice(on_device(ms), share)]
+    plain, slow = [timed_call(session, {}, "device") for session in both]
+    assert plain == pytest.approx(ms + base)
+    assert slow / plain == pytest.approx(1 + share, rel=1e-4)
+
+
+def test_each_load_slows_its_launches_once_and_leaves_the_session_as_it_was(on_device: Any) -> None:
+    inner = on_device(1.0)
+    session = SlowedOnDevice(inner, 0.5)
+    first, *others = [timed_call(session, {}, "device") for _ in range(4)]
+    assert others == pytest.approx([first] * 3)
+    start = inner.now
+    assert session.run({}) == {"y": 1}
+    assert inner.now - start == pytest.approx(first)
+    assert session.memory_bytes == 5
+    assert timed_call(inner, {}, "device") == pytest.approx(1.0)
+
+
+def test_a_device_that_does_not_wait_is_a_fault(on_device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = on_device(1.0)
+    monkeypatch.setattr(planted, "spinner", lambda _: lambda cycles: None)
+    with pytest.raises(Fault, match="doesn't wait as long as it is told"):
+        SlowedOnDevice(inner, 0.5).load({})
+
+
+def test_the_clock_says_how_a_session_is_slowed(on_device: Any) -> None:
+    assert isinstance(slowed(on_device(1.0), 0.1, "device"), SlowedOnDevice)
+    assert isinstance(slowed(on_device(1.0), 0.1, "host"), Slowed)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not spins(), reason="PyTorch reaches no GPU here")
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.5])
+def test_a_real_gpu_takes_its_share_longer_by_its_own_clock(tmp_path: Path, share: float) -> None:
+    """The engine copies 256 MiB on the device, which takes longer than to start it."""
+    import pycuda.driver as driver
+
+    from tasks.engines.cuda import CudaSession
+
+    class Copying(CudaSession):
+        def prepare(self, shapes: Any, outputs: Any) -> Callable[[], None]:
+            self.held = [driver.mem_alloc(256 << 20) for _ in range(2)]
+            source, target = map(int, self.held)
+            return lambda: driver.memcpy_dtod_async(target, source, 256 << 20, self.stream)
+
+        def release(self) -> None:
+            for memory in self.__dict__.pop("held", []):
+                memory.free()
+
+    described = replace(manifest.read(tiny_engine(tmp_path, 32, 1), trusted=False), device="cuda")
+    batch = {"x": np.ones((1, 32), np.float32)}
+    with Copying(described) as one, Copying(described) as other:
+        plain, slow = SlowedOnDevice(one, 0.0), SlowedOnDevice(other, share)
+        pairs = [[timed_call(session, batch, "device") for session in (plain, slow)] for _ in range(40)]
+        assert median(b / a for a, b in pairs[5:]) == pytest.approx(1 + share, abs=0.01)
+        bare = median(timed_call(other, batch, "device") for _ in range(20))
+        assert bare < median(a for a, _ in pairs[5:])
+        slow.synchronize()
