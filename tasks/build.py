@@ -121,7 +121,7 @@ def prove(folder: Path, proofs: Path) -> tuple[str, list[dict[str, Any]] | None]
             f"engine {folder.name} doesn't load",
             got=last,
             expected="an engine that a fresh process opens",
-            do="try another backend version, or report it",
+            do="see the message; build again with another version of the backend, or take another backend",
         )
     said = json.loads(run.stdout.strip().splitlines()[-1])
     if fault := said.get("fault"):

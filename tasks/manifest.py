@@ -180,7 +180,7 @@ def gpu_here() -> dict[str, str]:
     """What an engine for this machine's GPU puts into `built_for`; Unavailable, in one line, without a GPU."""
     here = target.fingerprint()
     if here.gpu_name is None:
-        raise Unavailable("no NVIDIA GPU here, or no driver for it")
+        raise Unavailable("no NVIDIA GPU here, or no driver for it (see nvidia-smi): build this one where there is one")
     return {key: str(getattr(here, key)) for key in GPU}
 
 

@@ -57,7 +57,8 @@ class BuildParams(Step):
 
     `precision` is asked of `eager` and `inductor`, which start from PyTorch; for the others it is in the
     ONNX file, but that they take `tf32` for a file in FP32 on CUDA. `opt_batch` is what TensorRT
-    tunes for (8 if it isn't given, or `max_batch` if that is less).
+    tunes for (8 if it isn't given, or `max_batch` if that is less), `opt_length` the same along its dynamic axes (the
+    largest size if it isn't given).
     `workspace_mib` bounds TensorRT's scratch memory; `level` is its builder optimisation level.
     """
 
@@ -66,6 +67,7 @@ class BuildParams(Step):
     threads: Positive = 1
     max_batch: Positive = 64
     opt_batch: Positive | None = None
+    opt_length: Positive | None = None
     precision: Precision = "fp32"
     channels_last: bool = False
     cuda_graph: bool = False
@@ -93,8 +95,10 @@ USED_BY: dict[str, set[str]] = {
     "inductor": EVERYWHERE | {"device", "threads", "precision", "channels_last", "cuda_graph", "sparse", "opt_batch"},
     "onnxruntime": EVERYWHERE | {"device", "threads", "optimization", "cuda_graph", "precision", "channels_last"},
     "tensorrt": EVERYWHERE
-    | {"opt_batch", "workspace_mib", "level", "sparse", "refit", "version_compatible", "hardware_compatible"}
+    | {"opt_batch", "opt_length", "workspace_mib", "level", "sparse", "refit"}
+    | {"version_compatible", "hardware_compatible"}
     | {"cuda_graph", "precision"},
     "tensorrt_rtx": EVERYWHERE
-    | {"opt_batch", "workspace_mib", "sparse", "refit", "compute_capabilities", "cuda_graph", "precision"},
+    | {"opt_batch", "opt_length", "workspace_mib", "sparse", "refit", "compute_capabilities"}
+    | {"cuda_graph", "precision"},
 }

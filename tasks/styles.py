@@ -25,6 +25,8 @@ def slow_for(backend: str, device: str, notes: Mapping[str, str]) -> str | None:
     if backend != "onnxruntime":
         return None
     if device == "cuda":
+        if dynamic:
+            return "its integer products take unsigned activations, which ONNX Runtime's CUDA provider doesn't"
         if precision in ("int8", "fp8"):
             return (
                 f"ONNX Runtime's CUDA provider has no {precision.upper()} convolutions or products: Q/DQ nodes only "

@@ -17,6 +17,8 @@ from tasks.settings import BuildParams
 from tasks.workloads.protocol import Arrays
 
 BACKENDS = ("eager", "onnxruntime", "inductor", "tensorrt", "tensorrt_rtx")
+# Packages that an extra of pyproject.toml installs; the others always are.
+EXTRAS = {"pycuda": "cuda", "tensorrt": "tensorrt"}
 
 
 class Session(Protocol):
@@ -105,9 +107,12 @@ def imported(module: str) -> ModuleType:
     try:
         return importlib.import_module(f"tasks.engines.{module}")
     except ImportError as error:
-        if (error.name or "").split(".")[0] == "tasks":
+        package = (error.name or module).split(".")[0]
+        if package == "tasks":
             raise
-        raise Unavailable(f"{module} isn't installed here: {' '.join(str(error).split())}") from None
+        how = f"pip install -e '.[{EXTRAS[package]}]'" if package in EXTRAS else "make setup"
+        words = " ".join(str(error).split())
+        raise Unavailable(f"{package} isn't installed here ({words}): {how}, see docs/engines.md") from None
 
 
 def open_engine(folder: Path) -> Session:

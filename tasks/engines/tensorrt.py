@@ -6,6 +6,7 @@ The package comes from NVIDIA's own package index. Manual: https://docs.nvidia.c
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,11 @@ FILE = "engine.plan"
 def build(source: Path, folder: Path, spec: BuildParams) -> Built:
     """Build `folder/engine.plan` from `source/model.onnx` for this machine's GPU.
 
-    How long each kernel takes is kept in a timing cache per GPU and version, so that a rebuild chooses the same ones;
-    its digest is in the manifest. Raises Unavailable without a GPU, Fault if the build fails.
+    How long each kernel takes is kept in a timing cache of this model, settings, GPU and version, so that a rebuild
+    chooses the same ones; its digest is in the manifest. Raises Unavailable without a GPU, Fault if the build fails.
     """
     here = gpu_here()
-    cache = timing_cache(here)
+    cache = timing_cache(here, sha256(source / "model.onnx"), spec)
     before = cache.read_bytes() if cache.is_file() else b""
     kept: dict[str, Any] = {}
 
@@ -53,9 +54,13 @@ def build(source: Path, folder: Path, spec: BuildParams) -> Built:
     return Built(dataclasses.replace(built.manifest, built_for=built_for), built.layers)
 
 
-def timing_cache(gpu: dict[str, str]) -> Path:
-    """Where the timing cache of a GPU, its driver and this version of TensorRT is kept."""
-    name = "-".join((trt.__version__, gpu["gpu_name"], gpu["driver"]))
+def timing_cache(gpu: dict[str, str], onnx_sha256: str, spec: BuildParams) -> Path:
+    """Where the timing cache of a model, built so for a GPU and its driver by this version of TensorRT, is kept.
+
+    No two builds share one: what another build adds would change the digest that an identical rebuild writes.
+    """
+    what = hashlib.sha256(f"{onnx_sha256} {spec.model_dump_json(exclude={'parent'})}".encode()).hexdigest()[:16]
+    name = "-".join((trt.__version__, gpu["gpu_name"], gpu["driver"], what))
     return layout.STATE / "timing" / f"{re.sub(r'[^A-Za-z0-9.]+', '-', name)}.cache"
 
 

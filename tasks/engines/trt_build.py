@@ -18,12 +18,11 @@ from tasks import layers as told
 from tasks import onnx_file
 from tasks.engines import trt_callbacks, trt_layers
 from tasks.engines.protocol import Built
+from tasks.engines.trt_profile import optimum
 from tasks.errors import Fault
 from tasks.files import sha256
 from tasks.manifest import Layer, Manifest, TensorSpec, dynamic
 from tasks.settings import BuildParams
-
-OPT_BATCH = 8
 
 
 def build(
@@ -119,13 +118,13 @@ def settings(trt: Any, builder: Any, network: Any, spec: BuildParams, axes: dict
     if spec.workspace_mib is not None:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, spec.workspace_mib << 20)
     profile = builder.create_optimization_profile()
-    opt = spec.opt_batch or min(OPT_BATCH, spec.max_batch)
+    batch, sizes = optimum(spec, axes)
     for i in range(network.num_inputs):
         tensor = network.get_input(i)
         sample = dynamic(tuple(tensor.shape), axes)[1:]
         least = tuple(d if isinstance(d, int) else 1 for d in sample)
-        most = tuple(d if isinstance(d, int) else axes[str(d)] for d in sample)
-        profile.set_shape(tensor.name, (1, *least), (opt, *most), (spec.max_batch, *most))
+        usual, most = (tuple(d if isinstance(d, int) else of[str(d)] for d in sample) for of in (sizes, axes))
+        profile.set_shape(tensor.name, (1, *least), (batch, *usual), (spec.max_batch, *most))
     config.add_optimization_profile(profile)
     return config
 

@@ -15,13 +15,14 @@ import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
 
 from tasks import layout, onnx_file
+from tasks.engines.trt_profile import optimum
 from tasks.engines.trtexec_reports import Cost, Latency, read_layers, read_profile, read_times
 from tasks.errors import Fault, Unavailable
 from tasks.files import sha256, size_bytes, write_json
@@ -33,7 +34,6 @@ PROGRAM = "trtexec"
 ENGINE, LOG, REPORT = "engine.plan", "trtexec.log", "report.json"
 TIMES, PROFILE, LAYERS, CACHE = "times.json", "profile.json", "layers.json", "timing.cache"
 RELEASES = (10, 11)
-DEFAULT_OPT_BATCH = 8
 
 
 @dataclass(frozen=True)
@@ -60,23 +60,24 @@ def command(
     """The command that builds `source/model.onnx` by `spec` into `folder`, and times it at `batch`.
 
     `length` is that of the dynamic axis while it is timed, at most its largest size, which is the default.
-    Settings that TensorRT has no use for are left out. Raises Fault for a missing model or an unknown release.
+    Settings that TensorRT has no use for are left out. Raises Fault for a missing model, an unknown release, or an
+    `opt_length` that the model hasn't.
     """
     if release not in RELEASES:
         raise Fault(f"no such release of {PROGRAM}", got=release, expected="10 or 11", do="name one of these")
     model = onnx_file.load(source)
-    size = max(onnx_file.axes(model).values(), default=1)
-    opt = min(spec.opt_batch or DEFAULT_OPT_BATCH, spec.max_batch)
+    axes = onnx_file.axes(model)
+    opt, usual = optimum(spec, axes)
     return [
         PROGRAM,
         f"--onnx={source / onnx_file.FILE}",
         f"--saveEngine={folder / ENGINE}",
-        f"--minShapes={shapes(model, 1, 1)}",
-        f"--optShapes={shapes(model, opt, size)}",
-        f"--maxShapes={shapes(model, spec.max_batch, size)}",
+        f"--minShapes={shapes(model, 1, dict.fromkeys(axes, 1))}",
+        f"--optShapes={shapes(model, opt, usual)}",
+        f"--maxShapes={shapes(model, spec.max_batch, axes)}",
         *_building(spec, release),
         f"--timingCacheFile={folder / CACHE}",
-        f"--shapes={shapes(model, batch, min(length or size, size))}",
+        f"--shapes={shapes(model, batch, {name: min(length or size, size) for name, size in axes.items()})}",
         *_timing(spec, release),
         f"--exportTimes={folder / TIMES}",
         f"--exportProfile={folder / PROFILE}",
@@ -84,15 +85,18 @@ def command(
     ]
 
 
-def shapes(model: onnx.ModelProto, batch: int, length: int) -> str:
-    """Every input's shape as `trtexec` wants it, such as "ids:1x64,mask:1x64"; names with a colon in quotes."""
+def shapes(model: onnx.ModelProto, batch: int, lengths: Mapping[str, int]) -> str:
+    """Every input's shape as `trtexec` wants it, such as "ids:1x64,mask:1x64"; names with a colon in quotes.
+
+    `lengths` are the sizes of the dynamic axes, by name.
+    """
     parts = []
     axes, known = onnx_file.axes(model), {i.name for i in model.graph.initializer}
     for value in model.graph.input:
         if value.name in known:
             continue
         dims = [d.dim_value or d.dim_param for d in value.type.tensor_type.shape.dim]
-        sizes = [d if isinstance(d, int) else batch if d is None else length for d in dynamic(dims, axes)]
+        sizes = [d if isinstance(d, int) else batch if d is None else lengths[d] for d in dynamic(dims, axes)]
         name = f"'{value.name}'" if ":" in value.name else value.name
         parts.append(f"{name}:{'x'.join(map(str, sizes))}")
     return ",".join(parts)

@@ -32,6 +32,7 @@ def test_a_file_in_its_runtimes_style_is_fine(backend: str, device: str, notes: 
     [
         ("onnxruntime", "cpu", {**INT8, "style": "tensorrt"}, "style: onnxruntime"),
         ("onnxruntime", "cuda", {**INT8, "style": "tensorrt"}, "CUDA provider has no INT8"),
+        ("onnxruntime", "cuda", {**INT8, "activations": "dynamic"}, "unsigned activations"),
         ("onnxruntime", "cpu", {"precision": "fp16"}, "no FP16 arithmetic"),
         ("onnxruntime", "cpu", {"precision": "fp8"}, "optimization: basic"),
         ("tensorrt", "cuda", {**INT8, "style": "onnxruntime"}, "zero points"),

@@ -64,7 +64,7 @@ def test_without_pycuda_it_says_so_in_one_line_and_the_cpu_does_not_miss_it() ->
     done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     said, loaded = done.stdout.splitlines()
-    assert said.startswith("cuda isn't installed here: ") and "pycuda" in said
+    assert said.startswith("pycuda isn't installed here (") and "pip install -e '.[cuda]'" in said
     assert loaded == "[]"
 
 

@@ -7,7 +7,6 @@ done here is skipped with the reason.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from tasks.export import export
 from tasks.files import sha256
 from tasks.fit import predict
 from tasks.quantize import quantize
-from tasks.settings import BuildParams, DataParams, ExportParams, QuantizeParams
+from tasks.settings import USED_BY, BuildParams, DataParams, ExportParams, QuantizeParams
 from tasks.workloads.protocol import Arrays, axes, cut, load_workload
 
 TINY = Path(__file__).resolve().parents[2] / "tiny"
@@ -55,8 +54,11 @@ BACKENDS = {
 SLOW = {"inductor": ("joined_then_grouped",)}
 MAX_BATCH = 9
 BATCHES = (1, 3, 7, MAX_BATCH)
-CASES = [(backend, model, "fp32") for backend in BACKENDS for model in WHOLE]
-CASES += [(backend, "tiny", "int8") for backend, (_, style) in BACKENDS.items() if style]
+CASES = [(backend, model, "fp32", "cpu") for backend in BACKENDS for model in WHOLE]
+CASES += [(backend, "tiny", "int8", "cpu") for backend, (_, style) in BACKENDS.items() if style]
+# TensorRT's are for CUDA whatever is asked.
+ON_CUDA = [name for name in BACKENDS if "device" in USED_BY[name]]
+CASES += [(name, model, "fp32", "cuda") for name in ON_CUDA for model in WHOLE]
 
 
 @dataclass(frozen=True)
@@ -115,13 +117,14 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def make(sources: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`make(backend, model, precision)`: an engine; the test is skipped, with the reason, if it can't be built here."""
+    """`make(backend, model, precision, device)`: an engine; skipped, with the reason, if it can't be built here."""
 
-    def case(backend: str, model: str, precision: str = "fp32") -> Case:
+    def case(backend: str, model: str, precision: str = "fp32", device: str = "cpu") -> Case:
         kind, style = BACKENDS[backend]
         file, folder = TINY / MODELS[model][0], tmp_path_factory.mktemp("engines") / f"{model}-{backend}"
         folder.mkdir()
-        spec = BuildParams.model_validate({"from": "model", "backend": backend, "max_batch": MAX_BATCH})
+        where = {"device": device} if backend in ON_CUDA else {}
+        spec = BuildParams.model_validate({"from": "model", "backend": backend, "max_batch": MAX_BATCH, **where})
         try:
             module = protocol.backend(backend)
             parent, source = sources(model, "model"), sources(model, kind, style if precision == "int8" else None)
@@ -136,9 +139,12 @@ def make(sources: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return case
 
 
-@pytest.fixture(scope="module", params=CASES, ids="-".join)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(one, id="-".join(one), marks=[pytest.mark.gpu] * (one[3] == "cuda")) for one in CASES],
+)
 def case(request: pytest.FixtureRequest, make: Any) -> Case:
-    """An engine of each backend for a model of each workload, and of a file in INT8."""
+    """An engine of each backend for a model of each workload, and of a file in INT8; on a GPU, where there is one."""
     return make(*request.param)
 
 
@@ -337,8 +343,12 @@ def test_a_source_that_is_no_model_is_a_fault(tmp_path: Path, backend: str) -> N
     for file in ("model.pt", "model.onnx", "program.pt2"):
         (tmp_path / "source" / file).write_bytes(b"no model")
     spec = BuildParams.model_validate({"from": "source", "backend": backend})
-    with contextlib.suppress(Unavailable), pytest.raises(Fault, match="is not a"):
-        protocol.backend(backend).build(tmp_path / "source", tmp_path / "engine", spec)
+    try:
+        module = protocol.backend(backend)
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    with pytest.raises(Fault, match="is not a"):
+        module.build(tmp_path / "source", tmp_path / "engine", spec)
 
 
 def test_every_backend_of_the_project_is_held_to_the_contract() -> None:

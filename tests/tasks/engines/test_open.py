@@ -171,7 +171,7 @@ def test_a_backend_that_is_not_installed_says_so_in_one_line(package: str, name:
     done = subprocess.run([sys.executable, "-c", MISSING, package, name], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
-    assert line.startswith(f"{name} isn't installed here: ") and package in line
+    assert line.startswith(f"{package} isn't installed here (") and "make setup" in line
 
 
 def test_a_broken_module_of_the_project_is_not_taken_for_a_missing_package() -> None:

@@ -198,6 +198,9 @@ def test_shapes_span_the_batch_and_the_dynamic_axis(model: Any, tmp_path: Path) 
     small = flags(trtexec.command(model(), tmp_path, spec(max_batch=2, opt_batch=2), length=999))
     assert (small["--optShapes"], small["--shapes"]) == ("image:2x1x8x8,'ids:0':2x64", "image:1x1x8x8,'ids:0':1x64")
     assert flags(trtexec.command(model(), tmp_path, spec(opt_batch=16)))["--optShapes"].startswith("image:16x")
+    assert flags(trtexec.command(model(), tmp_path, spec(opt_length=24)))["--optShapes"].endswith("'ids:0':8x24")
+    with pytest.raises(Fault, match="no dynamic axis of that length"):
+        trtexec.command(model(), tmp_path, spec(opt_length=65))
 
 
 @pytest.mark.parametrize("release", [10, 11])
