@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tasks import energy, footprint, manifest, measure, sequential, target
 from tasks.data import read
 from tasks.energy import Energy
 from tasks.engines.protocol import Session, open_engine
 from tasks.errors import Fault, Unavailable
+from tasks.files import sha256
 from tasks.footprint import Footprint
-from tasks.manifest import Manifest
 from tasks.monitor import Conditions, Monitor, merged
 from tasks.reopening import again, share, time_both
 from tasks.settings import BenchmarkParams, min_rounds
 from tasks.stats import Interval
-from tasks.timing import Opening, confidence_over, make_pool, over
+from tasks.timing import Opening, confidence_over, make_pool, over, spoilt
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,9 @@ class BenchmarkReport:
     `baseline` is the baseline's own timing of the same rounds, so that the speed-up can be
     computed again from this file; `again` holds what further openings of both gave, `also` the other batch sizes.
     `confidence` is that of the single interval `speedup`, raised for the looks that were taken and the engines that
-    were judged together. `load_average` was read before and after. `target_id` is the machine that was measured,
-    `conditions` what it was like meanwhile. `energy` is the engine's at `batch`, `footprint` what it took to open.
+    were judged together. `length` and `validation_sha256` are of the inputs. `load_average` was read before and after.
+    `target_id` is the machine that was measured, `conditions` what it was like meanwhile. `energy` is the engine's at
+    `batch`, `footprint` what it took to open.
     """
 
     timing: measure.Timing | None
@@ -57,6 +59,8 @@ class BenchmarkReport:
     baseline_sha256: str
     load_average: tuple[float, float] | None
     target_id: str
+    length: int | None
+    validation_sha256: str
     conditions: Conditions | None = None
     energy: Energy | None = None
     footprint: Footprint | None = None
@@ -71,7 +75,15 @@ def benchmark(source: Path, baseline: Path, data: Path, params: BenchmarkParams,
     Raises Fault if the baseline can't run here: without it no engine can be timed.
     """
     described, other = manifest.read(source), manifest.read(baseline)
-    before, here = measure.load_average(), target.fingerprint().id
+    before = measure.load_average()
+    of: dict[str, Any] = {
+        "versus": baseline.name,
+        "engine_sha256": described.engine_sha256,
+        "baseline_sha256": other.engine_sha256,
+        "target_id": target.fingerprint().id,
+        "length": params.length,
+        "validation_sha256": sha256(data / "validation.npz"),
+    }
     inputs = measure.inputs_of(described.inputs, read(data / "validation.npz"), params.length)
     with ExitStack() as stack:
         try:
@@ -79,7 +91,7 @@ def benchmark(source: Path, baseline: Path, data: Path, params: BenchmarkParams,
             stack.enter_context(engine)
         except Unavailable as reason:
             _open_baseline(baseline).__exit__(None, None, None)
-            return _not_run(str(reason), baseline.name, described, other, here)
+            return _not_run(str(reason), of)
         against = stack.enter_context(_open_baseline(baseline))
         watch = stack.enter_context(Monitor((engine.device, against.device), params))
         metered = energy.prepare(engine.device, watch.card, params)
@@ -98,20 +110,17 @@ def benchmark(source: Path, baseline: Path, data: Path, params: BenchmarkParams,
         speedup=first.speedup,
         confidence=first.confidence,
         also=also,
-        versus=baseline.name,
         not_run=None,
         unstable=first.unstable,
-        engine_sha256=described.engine_sha256,
-        baseline_sha256=other.engine_sha256,
         load_average=(before, measure.load_average()),
-        target_id=here,
         conditions=merged([conditions, *(told for _, told in further)]),
         energy=taken,
         footprint=start,
+        **of,
     )
 
 
-def _not_run(reason: str, versus: str, described: Manifest, baseline: Manifest, here: str) -> BenchmarkReport:
+def _not_run(reason: str, of: Mapping[str, Any]) -> BenchmarkReport:
     return BenchmarkReport(
         timing=None,
         baseline=None,
@@ -119,13 +128,10 @@ def _not_run(reason: str, versus: str, described: Manifest, baseline: Manifest, 
         speedup=None,
         confidence=None,
         also=[],
-        versus=versus,
         not_run=reason,
         unstable=None,
-        engine_sha256=described.engine_sha256,
-        baseline_sha256=baseline.engine_sha256,
         load_average=None,
-        target_id=here,
+        **of,
     )
 
 
@@ -163,16 +169,6 @@ def unstable(openings: Sequence[Opening], params: BenchmarkParams) -> str | None
     The width is that of a single interval of what the rounds tell: how precise the measurement is, not how much it has
     to prove.
     """
-    busy = next((timing.busy for o in openings for timing in (o.timing, o.baseline) if timing.busy), None)
-    if busy:
-        return busy
     width = measure.relative_width(over([opening.plain() for opening in openings], params.confidence))
-    if width > params.max_width:
-        return f"the speed-up's interval is {width:.2%} wide, at most {params.max_width:.0%} is allowed"
-    cold = dict.fromkeys(
-        f"the {who}'s"
-        for o in openings
-        for who, timing in (("engine", o.timing), ("baseline", o.baseline))
-        if not timing.warm
-    )
-    return f"{' and '.join(cold)} latency did not settle during warm-up" if cold else None
+    wide = f"the speed-up's interval is {width:.2%} wide, at most {params.max_width:.0%} is allowed"
+    return spoilt(openings) or (wide if width > params.max_width else None)

@@ -9,10 +9,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tasks import curves, layout, measure, openings, results
+import numpy as np
+
+from tasks import curves, layout, measure, results, scatter
 from tasks.data import read
 from tasks.engines.protocol import open_engine
-from tasks.files import digest_of, read_json
+from tasks.files import digest_of, read_json, sha256
 from tasks.gates import judge, shown
 from tasks.monitor import Conditions, Monitor
 from tasks.openings import Openings
@@ -20,11 +22,11 @@ from tasks.params import Tree
 from tasks.record import lineage_params
 from tasks.results import Variant
 from tasks.settings import BenchmarkParams
-from tasks.stats import Interval, quotient
+from tasks.stats import quotient
+from tasks.together import Together, pairs
 
 MAX_FINALISTS = 8
 WINS = "the fastest that passes every gate, or the most accurate of those as fast"
-AS_FAST = 1.05
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Comparison:
     """All variants with verdicts; `winner` is the fastest that passed, by `head_to_head`.
 
     `head_to_head` holds the finalists' timings of one measurement in common rounds, under `conditions`. `openings` is
-    how far openings differ, by batch; see `openings.pooled`.
+    how far openings differ, by batch, where enough of them tell; see `scatter.of_run`.
     """
 
     variants: list[dict[str, Any]]
@@ -48,15 +50,16 @@ def compare(tree: Tree, data: Path) -> Comparison:
     judged = judged_variants(tree, reopened)
     by_name = {name: v for v in judged for name in (v.name, *v.also)}
     names = finalists(tree, judged)
-    settings = openings.settings(tree.params.benchmark, reopened, _pairs(len(names)))
+    settings = scatter.settings(tree.params.benchmark, reopened, names, pairs(len(names)))
     timings, conditions = head_to_head(names, data, settings) if len(names) > 1 else ({}, None)
-    judged = [_against_plain(v, tree, by_name, timings) for v in judged]
-    winner = _winner([v for v in judged if v.verdict == "passed"], timings, tree.params.benchmark.confidence)
+    together = Together(timings, tree.params.benchmark.confidence)
+    judged = [_against_plain(v, tree, by_name, together) for v in judged]
+    winner = _winner([v for v in judged if v.verdict == "passed"], together)
     truncated = {v.name for v in front(judged)[MAX_FINALISTS:]}
-    judged = [_against_winner(v, winner, timings, truncated, tree.params.benchmark.confidence) for v in judged]
-    judged = [_unsettled(v, timings) for v in judged]
+    judged = [_against_winner(v, winner, together, truncated) for v in judged]
     found = [results.plain(replace(v, content=_content(tree, v, reopened))) for v in judged]
-    return Comparison(found, timings, winner, conditions, reopened)
+    told = {batch: s.openings for batch, s in reopened.items() if s.openings}
+    return Comparison(found, timings, winner, conditions, told)
 
 
 def judged_variants(tree: Tree, reopened: results.Reopened | None = None) -> list[Variant]:
@@ -70,7 +73,7 @@ def judged_variants(tree: Tree, reopened: results.Reopened | None = None) -> lis
 
 
 def _usable(variant: Variant, tree: Tree) -> Variant:
-    """The variant, failed if a number of it isn't finite, or it was timed at another batch or by another clock."""
+    """The variant, failed if a number of it isn't finite, or if it was timed otherwise than settings and data ask."""
     intervals = (variant.accuracy, variant.accuracy_change, variant.speedup, *variant.speedup_at.values())
     numbers = [v for i in intervals if i for v in (i.value, i.low, i.high)]
     numbers += [v for v in (*(variant.latency_ms or {}).values(), *variant.throughput_at.values()) if v is not None]
@@ -78,12 +81,23 @@ def _usable(variant: Variant, tree: Tree) -> Variant:
         return replace(variant, verdict="failed", reasons=("a recorded number of it isn't finite", *variant.reasons))
     if variant.speedup is None:
         return variant
-    timing, asked = read_json(layout.report("benchmark", variant.name))["timing"], tree.params.benchmark
-    for what, got, expected in (("batch", timing["batch"], asked.batch), ("clock", timing["clock"], asked.clock)):
+    timed, asked = read_json(layout.report("benchmark", variant.name)), tree.params.benchmark
+    for what, got, expected in (
+        ("batch", timed["timing"]["batch"], asked.batch),
+        ("clock", timed["timing"]["clock"], asked.clock),
+        ("length", timed["length"], asked.length),
+    ):
         if got != expected:
             told = f"it was timed at {what} {got}, and benchmark.{what} is {expected}: run `dvc repro`"
             return replace(variant, verdict="failed", reasons=(told, *variant.reasons))
+    if timed["validation_sha256"] != _inputs_sha256():
+        told = "it was timed on other inputs than data/validation.npz holds now: run `dvc repro`"
+        return replace(variant, verdict="failed", reasons=(told, *variant.reasons))
     return variant
+
+
+def _inputs_sha256() -> str:
+    return sha256(layout.DATA / "validation.npz")
 
 
 def finalists(tree: Tree, judged: list[Variant]) -> list[str]:
@@ -108,18 +122,9 @@ def head_to_head(names: list[str], data: Path, params: BenchmarkParams) -> tuple
         sessions = {name: stack.enter_context(open_engine(layout.artifact(name))) for name in names}
         inputs = measure.inputs_of(sessions[names[0]].inputs, samples, params.length)
         watch = stack.enter_context(Monitor([session.device for session in sessions.values()], params))
-        family = _pairs(len(names))
+        family = pairs(len(names))
         timings = measure.interleave(sessions, inputs, params, family=family, fastest=True, disturbed=watch.disturbed)
         return timings, watch.conditions()
-
-
-def _pairs(n: int) -> int:
-    """How many pairs of finalists are judged together, since any of them may turn out the fastest."""
-    return max(1, n * (n - 1) // 2)
-
-
-def _gain(timings: dict[str, measure.Timing], name: str, versus: str, confidence: float) -> Interval:
-    return measure.speedup(timings, name, versus, confidence, _pairs(len(timings)))
 
 
 def _dominates(a: Variant, b: Variant) -> bool:
@@ -128,32 +133,25 @@ def _dominates(a: Variant, b: Variant) -> bool:
     return a.accuracy.value >= b.accuracy.value and a.speedup.low > b.speedup.high
 
 
-def _winner(passed: list[Variant], timings: dict[str, measure.Timing], confidence: float) -> str | None:
+def _winner(passed: list[Variant], together: Together) -> str | None:
     """The fastest; among those within 5 % that can't be told apart from it, the most accurate."""
-    ranking = sorted(passed, key=lambda v: _rank(v, timings))
-    if not ranking or ranking[0].name not in timings:
+    ranking = sorted(passed, key=lambda v: _rank(v, together))
+    if not ranking or not together.usable(ranking[0].name):
         return ranking[0].name if ranking else None
-    first = ranking[0]
-    tied = [v for v in ranking if v.name in timings and _tied(timings, first.name, v.name, confidence)]
+    first = ranking[0].name
+    tied = [v for v in ranking if together.usable(v.name) and together.tied(first, v.name)]
     return max(tied, key=lambda v: v.accuracy.value if v.accuracy else 0.0).name
 
 
-def _tied(timings: dict[str, measure.Timing], a: str, b: str, confidence: float) -> bool:
-    gain = _gain(timings, a, b, confidence)
-    return a == b or (gain.low <= 1 and gain.value <= AS_FAST)
-
-
-def _rank(variant: Variant, timings: dict[str, measure.Timing]) -> tuple[bool, float]:
-    """Finalists by their common measurement first, others by speed-up over the baseline."""
-    if variant.name in timings:
-        return False, float(sorted(timings[variant.name].medians)[len(timings[variant.name].medians) // 2])
+def _rank(variant: Variant, together: Together) -> tuple[bool, float]:
+    """Finalists by their common measurement first, where it can be used; others by speed-up over the baseline."""
+    if together.usable(variant.name):
+        return False, float(np.median(together.timings[variant.name].medians))
     assert variant.speedup
-    return bool(timings), -variant.speedup.value
+    return True, -variant.speedup.value
 
 
-def _against_plain(
-    variant: Variant, tree: Tree, by_name: dict[str, Variant], timings: dict[str, measure.Timing]
-) -> Variant:
+def _against_plain(variant: Variant, tree: Tree, by_name: dict[str, Variant], together: Together) -> Variant:
     """Tell a variant that is faster than the baseline but not than its backend's plain engine."""
     name = tree.plain(variant.backend)
     other = by_name.get(name) if name else None
@@ -165,11 +163,8 @@ def _against_plain(
         or variant.name == tree.params.baseline
     ):
         return variant
-    together = variant.name in timings and other.name in timings
-    if together:
-        gain = _gain(timings, variant.name, other.name, tree.params.benchmark.confidence)
-    else:
-        gain = quotient(variant.speedup, other.speedup)
+    common = together.usable(variant.name, other.name)
+    gain = together.gain(variant.name, other.name) if common else quotient(variant.speedup, other.speedup)
     if gain.low > 1:
         return variant
     how = "slower than" if gain.high < 1 else "not faster than"
@@ -178,41 +173,34 @@ def _against_plain(
         reasons=(
             *variant.reasons,
             f"{how} the plain {variant.backend} engine {other.name}: {shown('speedup', gain)} of its speed"
-            + ("" if together else ", by separate measurements"),
+            + ("" if common else ", by separate measurements"),
         ),
     )
 
 
-def _against_winner(
-    variant: Variant, winner: str | None, timings: dict[str, measure.Timing], truncated: set[str], confidence: float
-) -> Variant:
+def _against_winner(variant: Variant, winner: str | None, together: Together, truncated: set[str]) -> Variant:
+    """Tell why a variant that passed has won or not; of a finalist whose common rounds can't be used, why not."""
+    timed = variant.name in together.timings
+    why_not = together.unusable(variant.name) if timed else None
+    told = (f"head to head, {why_not}: judged by its separate measurement",) if why_not else ()
     if winner is None or variant.verdict != "passed":
-        return variant
+        return replace(variant, reasons=(*variant.reasons, *told))
     if variant.name == winner:
-        return replace(variant, reasons=(WINS, *variant.reasons))
-    if variant.name in timings and winner in timings:
-        gain = _gain(timings, winner, variant.name, confidence)
+        return replace(variant, reasons=(WINS, *variant.reasons, *told))
+    if together.usable(variant.name, winner):
+        gain = together.gain(winner, variant.name)
         how = "is faster than" if gain.low > 1 else "is not told apart from" if gain.high >= 1 else "is slower than"
-        return replace(
-            variant, reasons=(f"head to head, {winner} {how} it: {shown('speedup', gain)}", *variant.reasons)
-        )
-    why = "by separate measurements, another variant is at least as accurate and faster"
-    if variant.name in truncated:
+        why = f"head to head, {winner} {how} it: {shown('speedup', gain)}"
+    elif variant.name in truncated:
         why = f"by separate measurements, it is slower than the {MAX_FINALISTS} that were timed head to head"
-    return replace(variant, reasons=(why, *variant.reasons))
+    elif timed:
+        why = f"it is not told apart from {winner}, since they have no common rounds that can be used"
+    else:
+        why = "by separate measurements, another variant is at least as accurate and faster"
+    return replace(variant, reasons=(why, *variant.reasons, *told))
 
 
-def _unsettled(variant: Variant, timings: dict[str, measure.Timing]) -> Variant:
-    """Tell a finalist whose latency was still changing when the common rounds began, or whose rounds were disturbed."""
-    if variant.name not in timings:
-        return variant
-    timing = timings[variant.name]
-    told = [] if timing.warm else ["head to head, its latency did not settle during warm-up"]
-    told += [f"head to head, {timing.busy}"] if timing.busy else []
-    return replace(variant, reasons=(*variant.reasons, *told))
-
-
-def _content(tree: Tree, variant: Variant, reopened: Mapping[int, Openings]) -> str:
+def _content(tree: Tree, variant: Variant, reopened: results.Reopened) -> str:
     """A digest of what is recorded of a variant, with its lineage's settings and curves: equal when nothing changed."""
     settings = {key: str(value) for key, value in lineage_params(tree, variant.lineage).items()}
     curve = [asdict(point) for point in curves.points(tree, variant.lineage)]

@@ -33,7 +33,7 @@ def judge(variant: Variant, gates: GateParams, baseline: Variant | None) -> Vari
     if variant.test_sha256 != baseline.test_sha256:
         reasons.append("it was evaluated on other test data than the baseline")
     if variant.name == baseline.name:
-        reasons = ["it is the baseline"]
+        reasons = ["it is the baseline", *_biased(variant)]
     others = [told for told in variant.reasons if f"as_asked: {told}" not in reasons]
     return replace(variant, verdict="rejected" if reasons else "passed", reasons=(*reasons, *others))
 
@@ -83,6 +83,14 @@ def _why(name: str, variant: Variant) -> str:
     return f": it takes {needed(percent)} calls, {calls} were timed; raise benchmark.rounds or window_ms"
 
 
+def _biased(baseline: Variant) -> list[str]:
+    """A warning if the baseline timed against itself isn't as fast as itself."""
+    itself = baseline.speedup
+    if itself is None or itself.low <= 1 <= itself.high:
+        return []
+    return [f"timed against itself it is {shown('speedup', itself)}: trust no speed-up of this run to less than that"]
+
+
 def _as_asked(variant: Variant) -> list[str]:
     """A reason unless the engine is known to run in the precision and sparsity that were asked for."""
     evidence = variant.evidence
@@ -96,7 +104,10 @@ def shown(name: str, value: Interval | float) -> str:
     """A metric as people read it: percent, points, times, milliseconds, millijoules, seconds, samples/s or bytes."""
     if isinstance(value, Interval):
         middle = shown(name, value.value)
-        return middle if value.low == value.high else f"{middle} [{shown(name, value.low)}, {shown(name, value.high)}]"
+        if value.low == value.high:
+            return middle
+        low, high = (_beside_one(v) if name == "speedup" else shown(name, v) for v in (value.low, value.high))
+        return f"{middle} [{low}, {high}]"
     forms = {
         "accuracy": f"{value:.1%}",
         "accuracy_change": f"{value * 100:+.2f} pt",
@@ -108,3 +119,9 @@ def shown(name: str, value: Interval | float) -> str:
         "throughput_per_s": f"{value:,.0f}" if value >= 1000 else f"{value:.4g}",
     }
     return forms.get(name, f"{value:,.0f}")
+
+
+def _beside_one(bound: float) -> str:
+    """A bound of a speed-up, with as many digits as tell on which side of 1 it lies, up to 4."""
+    texts = [f"{bound:.{digits}f}×" for digits in (2, 3, 4)]
+    return next((text for text in texts if bound == 1 or float(text[:-1]) != 1), texts[0])

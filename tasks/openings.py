@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean
 from typing import Any
 
 import numpy as np
 from scipy.optimize import brentq
-from scipy.special import chdtri, ndtri, stdtrit
+from scipy.special import chdtri
 
-from tasks.settings import BenchmarkParams
 from tasks.stats import Interval, log_error
 from tasks.timing import Opening, restored
 
@@ -63,24 +62,8 @@ def _mean(values: Sequence[float]) -> float:
     return values[0] if len(values) == 1 else geometric_mean(values)
 
 
-def pooled(records: Iterable[Mapping[str, Any]]) -> dict[int, Openings]:
-    """How far openings differ, by batch: of all engines that were opened several times, each in its own processes.
-
-    `records` are the reports of usable benchmarks. The ratio that one opening of an engine and the baseline gives
-    differs from its next one by what both openings change. Differences within an engine (Helmert's contrasts) are
-    pooled; what a machine drifts from one opening to the next isn't in them, since both engines share each one's
-    rounds. Unstable measurements are left out; empty if fewer than five differences are left.
-    """
-    found: dict[int, list[tuple[float, float]]] = {}
-    for raw in (raw for timed in records for raw in (timed, *timed["also"])):
-        if raw.get("again") and not raw["unstable"]:
-            found.setdefault(raw["timing"]["batch"], []).extend(_contrasts(of_record(raw)))
-    told = {batch: spread([r for r, _ in pairs], [e for _, e in pairs], False) for batch, pairs in found.items()}
-    return {batch: openings for batch, openings in told.items() if openings}
-
-
-def _contrasts(openings: Sequence[Opening]) -> list[tuple[float, float]]:
-    """Ratios of each opening after the first to those before it, scaled to vary as one does, and their errors."""
+def contrasts(openings: Sequence[Opening]) -> list[tuple[float, float]]:
+    """Ratios of each opening after the first to those before it (Helmert), scaled to vary as one does, and errors."""
     plain = [opening.plain().speedup(CONFIDENCE) for opening in openings]
     logs = np.log([found.value for found in plain])
     errors = np.array([log_error(found, CONFIDENCE) for found in plain])
@@ -90,24 +73,6 @@ def _contrasts(openings: Sequence[Opening]) -> list[tuple[float, float]]:
         noise = np.hypot(np.sqrt((errors[:n] ** 2).sum()) / n, errors[n])
         told.append((float(np.exp(scale * (logs[:n].mean() - logs[n]))), float(scale * noise)))
     return told
-
-
-def reopen_sd(params: BenchmarkParams, found: Mapping[int, Openings], batch: int, family: int = 1) -> float:
-    """What the settings assume for the ratio of two openings, or what was found at this batch if that is more.
-
-    What a few openings tell is larger by Student's t over the normal quantile, at the confidence of one of `family`
-    intervals, so that a normal interval with it is as wide as theirs.
-    """
-    if batch not in found:
-        return params.reopen_sd
-    tail = (1 - params.confidence) / family / 2
-    inflated = found[batch].sd.value * float(stdtrit(found[batch].trials, 1 - tail) / ndtri(1 - tail))
-    return max(params.reopen_sd, inflated)
-
-
-def settings(params: BenchmarkParams, found: Mapping[int, Openings], family: int = 1) -> BenchmarkParams:
-    """The settings of a measurement of one opening that allows for what was found at its batch, too."""
-    return params.model_copy(update={"reopen_sd": reopen_sd(params, found, params.batch, family), "openings": 1})
 
 
 def spread(ratios: Sequence[float], errors: Sequence[float], kept: bool) -> Openings | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,17 +17,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 from filelock import FileLock
 
-from tasks import evaluate, gates, layout, manifest, measure, openings, registry, results, tracking
+from tasks import evaluate, gates, layout, manifest, measure, registry, results, sequential, tracking
 from tasks.compare import judged_variants
 from tasks.data import read
 from tasks.engines.protocol import Session, open_engine
 from tasks.errors import Fault
 from tasks.files import read_json, size_bytes
-from tasks.monitor import Monitor
+from tasks.monitor import Conditions, Monitor, merged
 from tasks.params import Tree
+from tasks.reopening import again, share, time_both
 from tasks.results import Variant
+from tasks.settings import BenchmarkParams
 from tasks.stats import Interval, mean_score, paired_change
 from tasks.target import Target
+from tasks.timing import Opening, confidence_over, over, spoilt
 from tasks.workloads.protocol import load_workload
 
 if TYPE_CHECKING:
@@ -43,7 +46,9 @@ class PromoteReport:
     """The champion after this promotion, and why it is the champion.
 
     `variant` is the name under which it was promoted; `reasons` holds a sentence for each
-    finding. `promoted` is the variant of this tree that holds the alias, or None.
+    finding. `promoted` is the variant of this tree that holds the alias, or None. `side_by_side` is what the challenge
+    rests on: the winner's timings as `timing`, the champion's as `baseline`, in each opening; `conditions` the machine
+    meanwhile.
     """
 
     model: str
@@ -54,6 +59,22 @@ class PromoteReport:
     engine_sha256: str | None
     versus_champion: Interval | None
     reasons: tuple[str, ...]
+    side_by_side: list[Opening] = field(default_factory=list)
+    conditions: Conditions | None = None
+
+
+@dataclass(frozen=True)
+class Challenge:
+    """How the winner did against the champion: `gain` is how many times its speed, None if it had none to beat.
+
+    `lost` says that the champion keeps its place.
+    """
+
+    gain: Interval | None
+    reasons: tuple[str, ...]
+    lost: bool = False
+    openings: list[Opening] = field(default_factory=list)
+    conditions: Conditions | None = None
 
 
 def promote(tree: Tree, workload: Path, data: Path, here: Target) -> PromoteReport:
@@ -72,19 +93,20 @@ def promote(tree: Tree, workload: Path, data: Path, here: Target) -> PromoteRepo
         champion = registry.by_alias(store, name, alias)
         candidate = next((v for v in judged_variants(tree) if v.name == winner), None)
         if candidate is None or candidate.verdict != "passed":
-            return _kept(tree, name, alias, champion, None, (_unfit(winner, candidate),))
+            return _kept(tree, name, alias, champion, Challenge(None, (_unfit(winner, candidate),)))
         engine = registry.identity(manifest.read(layout.artifact(candidate.name)))
         if champion and champion.tags.get("identity") == engine:
             _mark(store, runs[candidate.name], "promoted")
             reason = f"{candidate.name} is the champion already, version {champion.version}"
-            return _kept(tree, name, alias, champion, None, (reason,))
+            return _kept(tree, name, alias, champion, Challenge(None, (reason,)))
         earlier = registry.version_of(store, name, here.id, engine)
         if earlier and ROLLED_BACK in earlier.tags:
             reason = f"{candidate.name} is version {earlier.version}, rolled back {earlier.tags[ROLLED_BACK]}"
-            return _kept(tree, name, alias, champion, None, (f"{reason}; `python -m tasks rollback` brings it back",))
-        gain, reasons = _challenge(tree, workload, data, candidate, champion)
-        if champion and gain is not None and not gain.low > 1:
-            return _kept(tree, name, alias, champion, gain, reasons)
+            reason = f"{reason}; `python -m tasks rollback` brings it back"
+            return _kept(tree, name, alias, champion, Challenge(None, (reason,)))
+        told = _challenge(tree, workload, data, candidate, champion)
+        if told.lost:
+            return _kept(tree, name, alias, champion, told)
         run = runs[candidate.name]
         version = str(earlier.version) if earlier else registry.register(store, name, candidate, run, here)
         _require_unmoved(store, name, alias, champion)
@@ -94,7 +116,18 @@ def promote(tree: Tree, workload: Path, data: Path, here: Target) -> PromoteRepo
         if champion:
             _mark(store, champion.run_id, "superseded")
         _mark(store, run, "promoted")
-    return PromoteReport(name, alias, version, candidate.name, candidate.name, candidate.engine_sha256, gain, reasons)
+    return PromoteReport(
+        name,
+        alias,
+        version,
+        candidate.name,
+        candidate.name,
+        candidate.engine_sha256,
+        told.gain,
+        told.reasons,
+        told.openings,
+        told.conditions,
+    )
 
 
 def rollback(model: str, target_id: str) -> tuple[str, str]:
@@ -175,38 +208,54 @@ def _mark(store: MlflowClient, run_id: str | None, verdict: str) -> None:
             store.set_tag(run_id, "verdict", verdict)
 
 
-def _challenge(
-    tree: Tree, workload: Path, data: Path, candidate: Variant, champion: ModelVersion | None
-) -> tuple[Interval | None, tuple[str, ...]]:
-    """The candidate's speed over the champion's, None if the champion can't defend its place."""
+def _challenge(tree: Tree, workload: Path, data: Path, candidate: Variant, champion: ModelVersion | None) -> Challenge:
+    """Measure the candidate against the champion, unless that can't defend its place."""
     if champion is None:
-        return None, (f"{candidate.name} is the first champion of this target",)
+        return Challenge(None, (f"{candidate.name} is the first champion of this target",))
     label = f"champion version {champion.version} ({champion.tags.get('variant')})"
-    with ExitStack() as stack:
-        scratch = Path(stack.enter_context(TemporaryDirectory()))
+    with TemporaryDirectory() as scratch:
         try:
-            folder = registry.download(champion, scratch)
+            folder = registry.download(champion, Path(scratch))
         except Fault as lost:
-            return None, (f"{label} can't be opened here any more: {lost.line}",)
+            return Challenge(None, (f"{label} can't be opened here any more: {lost.line}",))
         try:
-            defender = stack.enter_context(open_engine(folder))
+            defender = open_engine(folder)
         except Exception as error:  # a backend may raise anything
-            return None, (f"{label} can't be opened here any more: {_words(error)}",)
-        try:
-            fault = _fails_today(folder, defender, tree, workload, data)
-        except Fault as error:
-            fault = error.line
+            return Challenge(None, (f"{label} can't be opened here any more: {_words(error)}",))
+        with defender:
+            try:
+                fault = _fails_today(folder, defender, tree, workload, data)
+            except Fault as error:
+                fault = error.line
         if fault:
-            return None, (f"{label} fails today's gates: {fault}",)
-        challenger = stack.enter_context(open_engine(layout.artifact(candidate.name)))
-        samples = read(data / "validation.npz")
-        settings = openings.settings(tree.params.benchmark, results.reopened(tree))
-        inputs = measure.inputs_of(challenger.inputs, samples, settings.length)
-        watch = stack.enter_context(Monitor((challenger.device, defender.device), settings))
-        sessions = {"challenger": challenger, "champion": defender}
-        timings = measure.interleave(sessions, inputs, settings, disturbed=watch.disturbed)
-    gain = measure.speedup(timings, "challenger", "champion", tree.params.benchmark.confidence)
-    return gain, (f"{candidate.name} side by side with {label}: {gates.shown('speedup', gain)} of its speed",)
+            return Challenge(None, (f"{label} fails today's gates: {fault}",))
+        opened, conditions = _side_by_side(layout.artifact(candidate.name), folder, data, tree.params.benchmark)
+    params, told = tree.params.benchmark, results.reopened(tree).get(tree.params.benchmark.batch)
+    allowed = told.allowance([candidate.name], params.confidence) if told else 0.0
+    gain = over(opened, params.confidence, 1, params.reopen_sd, allowed)
+    rounds = sum(len(one.timing.medians) for one in opened)
+    unusable = spoilt(opened) or sequential.too_few(rounds, confidence_over(opened, params.confidence))
+    why = f"{candidate.name} side by side with {label}: {gates.shown('speedup', gain)} of its speed"
+    reasons = (why, f"the champion stays, since that can't be used: {unusable}") if unusable else (why,)
+    return Challenge(gain, reasons, bool(unusable) or not gain.low > 1, opened, conditions)
+
+
+def _side_by_side(
+    challenger: Path, champion: Path, data: Path, params: BenchmarkParams
+) -> tuple[list[Opening], Conditions]:
+    """The two in common rounds, opened as often as a benchmark opens its engines, every other time the champion first.
+
+    The first time the challenger is: what favours the engine that was opened last, favours the champion.
+    """
+    settings = share(params.model_copy(update={"also": ()}))
+    inputs = measure.inputs_of(manifest.read(challenger).inputs, read(data / "validation.npz"), params.length)
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(open_engine(folder)) for folder in (challenger, champion))
+        watch = stack.enter_context(Monitor((first.device, second.device), settings))
+        opened = [time_both(first, second, inputs, settings, 1, watch)]
+        conditions = watch.conditions()
+    further = again(challenger, champion, data, [settings], 1)
+    return [*opened, *(one for (one,), _ in further)], merged([conditions, *(seen for _, seen in further)])
 
 
 def _fails_today(folder: Path, defender: Session, tree: Tree, workload: Path, data: Path) -> str | None:
@@ -242,18 +291,20 @@ def _words(error: Exception) -> str:
     return error.line if isinstance(error, Fault) else " ".join(str(error).split())
 
 
-def _kept(
-    tree: Tree,
-    name: str,
-    alias: str,
-    champion: ModelVersion | None,
-    gain: Interval | None,
-    reasons: tuple[str, ...],
-) -> PromoteReport:
+def _kept(tree: Tree, name: str, alias: str, champion: ModelVersion | None, told: Challenge) -> PromoteReport:
     if champion is None:
-        return PromoteReport(name, alias, None, None, None, None, gain, reasons)
+        return PromoteReport(name, alias, None, None, None, None, told.gain, told.reasons)
     tags = champion.tags
     promoted = next((n for n in tree.engines if _identity(n) == tags.get("identity")), None)
     return PromoteReport(
-        name, alias, str(champion.version), tags.get("variant"), promoted, tags.get("engine_sha256"), gain, reasons
+        name,
+        alias,
+        str(champion.version),
+        tags.get("variant"),
+        promoted,
+        tags.get("engine_sha256"),
+        told.gain,
+        told.reasons,
+        told.openings,
+        told.conditions,
     )

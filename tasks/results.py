@@ -12,13 +12,13 @@ from tasks.costs import Cost
 from tasks.data import read
 from tasks.errors import Fault
 from tasks.files import digest_of, read_json, size_bytes
-from tasks.openings import Openings
 from tasks.params import Tree
+from tasks.scatter import Scatter, of_run
 from tasks.settings import MODEL_STEPS, ExportParams
 from tasks.stats import Interval, mean_score, paired_change
 from tasks.timing import confidence_over, over
 
-Reopened = Mapping[int, Openings]
+Reopened = Mapping[int, Scatter]
 KINDS = {**dict.fromkeys(MODEL_STEPS, "model"), "export": "onnx", "quantize": "onnx"}
 
 
@@ -109,10 +109,10 @@ def variants(tree: Tree, told: Reopened | None = None) -> list[Variant]:
 
 
 def reopened(tree: Tree) -> Reopened:
-    """How far openings of the tree's engines differ, by batch, of those with usable results; see `openings.pooled`."""
+    """How far openings of the tree's engines differ, by batch, of those with usable results; see `scatter.of_run`."""
     several = [name for name in tree.engines if _opened_again(layout.report("benchmark", name))]
     usable = [name for name in several if _variant(tree, name, {}).verdict not in ("failed", "not_run")]
-    return openings.pooled(read_json(layout.report("benchmark", name)) for name in usable)
+    return of_run({name: read_json(layout.report("benchmark", name)) for name in usable})
 
 
 def _opened_again(report: Path) -> bool:
@@ -196,8 +196,8 @@ def _measured(tree: Tree, variant: Variant, reopened: Reopened) -> Variant:
         accuracy_change=paired_change(scores, against, tree.params.evaluate.confidence),
         latency_ms=openings.latency(timed),
         throughput_per_s=openings.throughput(timed),
-        speedup=_gain(tree, timed, reopened),
-        speedup_at={batch: _gain(tree, at, reopened) for batch, at in stable.items()},
+        speedup=_gain(tree, name, timed, reopened),
+        speedup_at={batch: _gain(tree, name, at, reopened) for batch, at in stable.items()},
         throughput_at={batch: openings.throughput(at) for batch, at in stable.items()},
         clock=timed["timing"]["clock"],
         verdict="unstable" if unstable else "",
@@ -214,10 +214,11 @@ def _evidence(built: dict[str, Any]) -> Evidence:
     return Evidence(**{**kept, "parity": tuple(built["parity"] or ())})
 
 
-def _gain(tree: Tree, timed: dict[str, Any], reopened: Reopened) -> Interval:
+def _gain(tree: Tree, name: str, timed: dict[str, Any], reopened: Reopened) -> Interval:
     """The speed-up, as sure as all engines' together have to be: the baseline's own is none of them."""
-    sd = openings.reopen_sd(tree.params.benchmark, reopened, timed["timing"]["batch"], family(tree))
-    return over(openings.of_record(timed), tree.params.benchmark.confidence, family(tree), sd)
+    params, told = tree.params.benchmark, reopened.get(timed["timing"]["batch"])
+    allowed = told.allowance([name], params.confidence, family(tree)) if told else 0.0
+    return over(openings.of_record(timed), params.confidence, family(tree), params.reopen_sd, allowed)
 
 
 def family(tree: Tree) -> int:

@@ -76,8 +76,9 @@ class BenchmarkParams(Settings):
     `clock` is `host` for a call as a caller sees it, copies included, or `device` for the GPU's own time
     between two events, with inputs already there.
 
-    With `energy`, four windows of `energy_s` seconds are added for the energy that an inference takes, where there is
-    a meter. `max_latency_ms` is the limit under which `sweep` looks for the batch with the most throughput.
+    With `energy`, four windows of `energy_s` seconds, and four of half of it at idle, are added for the energy that an
+    inference takes, where there is a meter. `max_latency_ms` is the limit under which `sweep` looks for the batch with
+    the most throughput.
     """
 
     batch: Positive = 1

@@ -121,21 +121,37 @@ class Opening:
         return Opening(*bare)
 
 
-def over(openings: Sequence[Opening], confidence: float, family: int = 1, reopen_sd: float = 0.0) -> Interval:
+def over(
+    openings: Sequence[Opening], confidence: float, family: int = 1, reopen_sd: float = 0.0, scatter: float = 0.0
+) -> Interval:
     """The speed-up over one opening or several: the geometric mean of what each tells.
 
     The interval of several is a normal one: the errors that each opening's rounds tell, and `reopen_sd`, in quadrature,
-    are those of a mean. It holds for the `family` together.
+    are those of a mean; or it is that of `scatter`, the deviation of one opening's ratio, rounds included, if that is
+    more. It holds for the `family` together.
     """
     if len(openings) == 1:
         one = openings[0]
-        timings = (replace(timing, reopen_sd=reopen_sd) for timing in (one.timing, one.baseline))
+        timings = (replace(timing, reopen_sd=max(reopen_sd, scatter)) for timing in (one.timing, one.baseline))
         return Opening(*timings).speedup(confidence, family)
     plain = [opening.plain().speedup(confidence) for opening in openings]
     errors = np.array([np.hypot(log_error(found, confidence), reopen_sd) for found in plain])
     middle = float(np.mean(np.log([found.value for found in plain])))
-    half = float(ndtri(1 - (1 - confidence) / family / 2) * np.sqrt((errors**2).sum()) / len(plain))
+    error = max(float(np.sqrt((errors**2).sum())) / len(plain), scatter / len(plain) ** 0.5)
+    half = float(ndtri(1 - (1 - confidence) / family / 2)) * error
     return Interval(*(float(np.exp(middle + off)) for off in (0.0, -half, half)))
+
+
+def spoilt(openings: Sequence[Opening]) -> str | None:
+    """Why no verdict may rest on these, or None: disturbed rounds had to be used, or an engine hadn't settled."""
+    busy = next((timing.busy for o in openings for timing in (o.timing, o.baseline) if timing.busy), None)
+    cold = dict.fromkeys(
+        f"the {who}'s"
+        for o in openings
+        for who, timing in (("engine", o.timing), ("baseline", o.baseline))
+        if not timing.warm
+    )
+    return busy or (f"{' and '.join(cold)} latency did not settle during warm-up" if cold else None)
 
 
 def confidence_over(openings: Sequence[Opening], confidence: float, family: int = 1) -> float:

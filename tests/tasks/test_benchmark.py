@@ -59,7 +59,7 @@ def test_the_report_tells_the_conditions_the_energy_and_the_start(line: Path) ->
     assert conditions["readings"] > 2 * 8
     assert conditions["seconds"] > 0.05
     assert {"before", "after", "steal_share", "switches", "reasons", "missing"} <= set(conditions)
-    assert (energy["raw_mj_per_inference"] is None) == bool(energy["reason"])
+    assert (energy["net_mj_per_inference"] is None) == bool(energy["reason"])
     assert energy["meter"] or energy["reason"]
     assert start["batch"] == report["timing"]["batch"]
     assert 0 < start["first_call_s"] < start["first_inference_s"]

@@ -18,6 +18,7 @@ from tasks.measure import Timing
 from tasks.params import Tree, load
 from tasks.results import Variant
 from tasks.stats import Interval
+from tasks.together import Together
 
 
 def variant(name: str, accuracy: float, speed: float, width: float = 0.02, verdict: str = "passed") -> Variant:
@@ -61,17 +62,18 @@ def test_finalists_are_the_front_and_the_plain_engines(tree: Tree) -> None:
 )
 def test_the_fastest_wins_and_among_the_tied_the_most_accurate(times: dict[str, float], winner: str) -> None:
     passed = [variant("a", 0.90, 2.0), variant("b", 0.95, 2.0)]
-    assert _winner(passed, {n: timing(t, seed) for seed, (n, t) in enumerate(times.items())}, 0.95) == winner
+    timings = {n: timing(t, seed) for seed, (n, t) in enumerate(times.items())}
+    assert _winner(passed, Together(timings, 0.95)) == winner
 
 
 def test_the_common_measurement_counts_before_the_separate_ones() -> None:
     passed = [variant("a", 0.9, 9.0), variant("b", 0.9, 2.0)]
-    assert _winner(passed, {"a": timing(2.0, 0), "b": timing(1.0, 1)}, 0.95) == "b"
-    assert _winner(passed, {}, 0.95) == "a"
+    assert _winner(passed, Together({"a": timing(2.0, 0), "b": timing(1.0, 1)}, 0.95)) == "b"
+    assert _winner(passed, Together()) == "a"
 
 
 def test_nothing_passed_is_no_winner() -> None:
-    assert _winner([], {}, 0.95) is None
+    assert _winner([], Together()) is None
 
 
 @pytest.fixture
@@ -168,16 +170,43 @@ def test_contents_change_with_the_learning_curves(tree: Tree, planted: Any) -> N
     assert changed_contents(tree, tree, lambda: write_json(path, raw)) == ["slim-kd-ort"]
 
 
-def test_a_finalist_whose_latency_did_not_settle_says_so(
-    tree: Tree, planted: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("base-ort", "slim-kd-ort"):
-        planted(name, 4.0)
-    common = {"base-ort": timing(1.0, 0), "slim-kd-ort": replace(timing(2.0, 1), warm=False)}
-    monkeypatch.setattr("tasks.compare.head_to_head", lambda *_: (common, None))
-    found = {v["name"]: v["reasons"] for v in compare(tree, layout.DATA).variants}
-    assert found["slim-kd-ort"][-1] == "head to head, its latency did not settle during warm-up"
-    assert not any("settle" in reason for name in found if name != "slim-kd-ort" for reason in found[name])
+@pytest.fixture
+def common(tree: Tree, planted: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`common(**timings)`: the comparison of finalists that were timed so head to head; slim-kd-ort is the faster."""
+    planted("base-ort", 4.0)
+    planted("slim-kd-ort", 4.2)
+
+    def compared(base: Timing, slim: Timing) -> Any:
+        timings = {"base-ort": base, "slim-kd-ort": slim}
+        monkeypatch.setattr("tasks.compare.head_to_head", lambda *_: (timings, None))
+        found = compare(tree, layout.DATA)
+        return found.winner, {v["name"]: v["reasons"] for v in found.variants}
+
+    return compared
+
+
+def test_a_finalist_whose_latency_did_not_settle_does_not_win_by_it(common: Any) -> None:
+    assert common(timing(2.0, 0), timing(1.0, 1))[0] == "slim-kd-ort"
+    winner, reasons = common(timing(2.0, 0), replace(timing(1.0, 1), warm=False))
+    assert winner == "base-ort"
+    told = "head to head, its latency did not settle during warm-up: judged by its separate measurement"
+    assert reasons["slim-kd-ort"][-1] == told
+    assert reasons["slim-kd-ort"][0].startswith("it is not told apart from base-ort")
+    assert not any("settle" in reason for name in reasons if name != "slim-kd-ort" for reason in reasons[name])
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"busy": "only 3 of 8 rounds were undisturbed"}, "only 3 of 8"),
+        ({"medians": (1.0, 1.0), "looks": (2,)}, "2 rounds can't give"),
+    ],
+)
+def test_common_rounds_that_can_not_be_used_decide_nothing(common: Any, change: Any, told: str) -> None:
+    """By them base-ort is twice as fast; by the separate measurements slim-kd-ort is a little faster."""
+    winner, reasons = common(replace(timing(1.0, 0), **change), replace(timing(2.0, 1), **change))
+    assert winner == "slim-kd-ort"
+    assert all(f"head to head, {told}" in reasons[name][-1] for name in ("base-ort", "slim-kd-ort"))
 
 
 def test_a_variant_comes_back_from_the_comparison(tree: Tree, planted: Any) -> None:
@@ -217,6 +246,28 @@ def test_what_was_timed_at_another_batch_or_clock_is_not_ranked(
     found = {v.name: v for v in judged_variants(tree)}
     assert (found["base-ort"].verdict, found["base-ort"].reasons[0]) == ("failed", told)
     assert compare(tree, layout.DATA).winner == "slim-kd-ort"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"length": 7}, "it was timed at length 7, and benchmark.length is None"),
+        ({"validation_sha256": "of others"}, "it was timed on other inputs than data/validation.npz holds now"),
+    ],
+)
+def test_what_was_timed_on_other_inputs_is_not_ranked(tree: Tree, planted: Any, change: Any, told: str) -> None:
+    planted("base-ort", 9.0)
+    path = layout.report("benchmark", "base-ort")
+    write_json(path, {**read_json(path), **change})
+    found = {v.name: v for v in judged_variants(tree)}
+    assert found["base-ort"].verdict == "failed" and found["base-ort"].reasons[0].startswith(told)
+
+
+def test_a_baseline_that_is_not_as_fast_as_itself_is_told(tree: Tree, planted: Any) -> None:
+    planted("base-eager", 1.1)
+    found = {v.name: v for v in judged_variants(tree)}["base-eager"]
+    assert (found.verdict, found.reasons[0]) == ("rejected", "it is the baseline")
+    assert found.reasons[1].startswith("timed against itself it is 1.10×")
 
 
 def test_an_engine_timed_otherwise_than_the_baseline_beside_it_has_failed(tree: Tree, planted: Any) -> None:

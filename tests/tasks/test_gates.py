@@ -200,7 +200,13 @@ def test_other_test_data_is_rejected() -> None:
 
 
 def test_the_baseline_is_never_promoted() -> None:
-    assert verdict(replace(GOOD, name="base")) == ("rejected", ("it is the baseline",))
+    even = replace(GOOD, name="base", speedup=Interval(1.01, 0.99, 1.03))
+    assert verdict(even) == ("rejected", ("it is the baseline",))
+
+
+def test_a_baseline_that_is_not_as_fast_as_itself_is_told() -> None:
+    told = verdict(replace(GOOD, name="base", speedup=Interval(1.02, 1.004, 1.04)))[1]
+    assert told[1].startswith("timed against itself it is 1.02× [1.004×, 1.04×]: trust no speed-up")
 
 
 @pytest.mark.parametrize("baseline", [None, replace(BASE, accuracy=None)])

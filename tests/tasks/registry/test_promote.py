@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -14,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ruamel.yaml import YAML
 
-from tasks import layout
+from tasks import layout, params
+from tasks import promote as promoting
 from tasks.data import read, write
 from tasks.errors import Fault
 from tasks.files import read_json
@@ -82,6 +85,43 @@ def test_a_faster_candidate_replaces_the_champion_which_is_kept(recorded: Any) -
     runs = read_json(layout.RECORD)["runs"]
     verdicts = {name: recorded.store.get_run(run).data.tags["verdict"] for name, run in runs.items()}
     assert verdicts == {"thin-ort": "promoted", "wide-ort": "superseded", "wide-eager": "rejected"}
+
+
+def test_the_challenge_is_kept_with_its_openings_and_the_machine_meanwhile(recorded: Any) -> None:
+    recorded.promote("wide-ort")
+    report = recorded.promote("thin-ort")
+    assert len(report.side_by_side) == 1 and report.conditions.readings > 0
+    assert report.side_by_side[0].speedup(0.95).value == pytest.approx(report.versus_champion.value)
+
+
+@pytest.mark.parametrize("change", [{"busy": "only 3 of 8 rounds were undisturbed"}, {"warm": False}])
+def test_a_challenge_that_can_not_be_used_leaves_the_champion(
+    recorded: Any, change: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = promoting._side_by_side
+
+    def spoilt(*given: Any) -> Any:
+        opened, conditions = real(*given)
+        return [replace(one, timing=replace(one.timing, **change)) for one in opened], conditions
+
+    monkeypatch.setattr(promoting, "_side_by_side", spoilt)
+    recorded.promote("wide-ort")
+    report = recorded.promote("thin-ort")
+    assert report.versus_champion.low > 1
+    assert (report.version, report.promoted) == ("1", "wide-ort")
+    assert "the champion stays, since that can't be used: " in report.reasons[1]
+    assert recorded.aliases() == {"champion": "1"}
+
+
+@pytest.mark.parametrize("openings", [2, 3])
+def test_a_challenge_is_opened_as_often_as_a_benchmark(recorded: Any, openings: int) -> None:
+    recorded.promote("wide-ort")
+    raw = YAML(typ="safe").load(layout.PARAMS)
+    raw["benchmark"]["openings"] = openings
+    layout.PARAMS.write_text(json.dumps(raw))
+    report = replace(recorded, tree=params.load(layout.PARAMS)).promote("thin-ort")
+    assert len(report.side_by_side) == openings
+    assert (report.version, report.promoted) == ("2", "thin-ort")
 
 
 def refused(place: Any, winner: str | None = None) -> str:

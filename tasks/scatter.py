@@ -1,0 +1,104 @@
+"""How the speed-ups of a run scatter over the openings of its engines, engine by engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy.optimize import brentq
+from scipy.special import digamma, ndtri, polygamma, stdtrit
+
+from tasks.openings import CONFIDENCE, LEAST_ERROR, Openings, contrasts, of_record, spread
+from tasks.settings import BenchmarkParams
+
+# How many degrees of freedom the other engines count for beside an engine's own, at most. With more, simulations of
+# engines that scatter to very different degrees gave a false verdict in up to one of ten trees.
+PRIOR_AT_MOST = 4.0
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """At one batch: by engine, the standard deviation `sd` of the logarithm of one opening's speed-up, rounds included.
+
+    Each is the engine's own variance, moderated by the others', with `free` degrees of freedom; `common` is that of all
+    engines alike, with `common_free`. `openings` says how much of it isn't the rounds'; None for fewer than five
+    differences.
+    """
+
+    sd: Mapping[str, float]
+    free: float
+    common: float
+    common_free: int
+    openings: Openings | None
+
+    def allowance(self, names: Iterable[str], confidence: float, family: int = 1) -> float:
+        """The standard deviation with which a normal interval holds the ratio of any of `names` as often as it says.
+
+        It is larger than theirs by Student's t over the normal quantile, at the confidence of one of `family`
+        intervals; what an engine does that is in no record is taken for as bad as the worst.
+        """
+        worst = max(self.sd.values())
+        own = max((self.sd.get(name, worst) for name in names), default=worst)
+        sure = 1 - (1 - confidence) / family / 2
+        wide = max(float(stdtrit(self.free, sure)) * own, float(stdtrit(self.common_free, sure)) * self.common)
+        return wide / float(ndtri(sure))
+
+
+def of_run(records: Mapping[str, Mapping[str, Any]]) -> dict[int, Scatter]:
+    """What usable benchmark reports [engine] tell, by batch; nothing of those opened once, unstable or not finite.
+
+    The ratio that one opening of an engine and the baseline gives differs from the next one's by what both openings
+    change. What a machine drifts from one opening to the next isn't in it, since both share each one's rounds.
+    """
+    found: dict[int, dict[str, list[float]]] = {}
+    pairs: dict[int, list[tuple[float, float]]] = {}
+    for name, timed in records.items():
+        for raw in (timed, *timed["also"]):
+            if raw.get("again") and not raw["unstable"]:
+                batch, opened = raw["timing"]["batch"], of_record(raw)
+                logs = [float(np.log(opening.plain().speedup(CONFIDENCE).value)) for opening in opened]
+                if np.isfinite(logs).all():
+                    found.setdefault(batch, {})[name] = logs
+                    pairs.setdefault(batch, []).extend(contrasts(opened))
+    return {
+        batch: _scatter(logs, spread([r for r, _ in pairs[batch]], [e for _, e in pairs[batch]], False))
+        for batch, logs in found.items()
+    }
+
+
+def settings(
+    params: BenchmarkParams, found: Mapping[int, Scatter], names: Iterable[str], family: int = 1
+) -> BenchmarkParams:
+    """The settings of a measurement of `names` in one opening that allows for what was found at its batch, too."""
+    told = found.get(params.batch)
+    allowed = told.allowance(names, params.confidence, family) if told else 0.0
+    return params.model_copy(update={"reopen_sd": max(params.reopen_sd, allowed), "openings": 1})
+
+
+def moderated(variances: Sequence[float], free: Sequence[int]) -> tuple[list[float], float]:
+    """Each of several variances, moderated by all of them, and the degrees of freedom of the least known.
+
+    Empirical Bayes (Smyth 2004, Stat. Appl. Genet. Mol. Biol. 3:3): where variances differ more than their degrees of
+    freedom `free` explain, each counts for more, and a t has fewer degrees of freedom. Unlike there, the others never
+    count for more than `PRIOR_AT_MOST`. A single one is left as it is.
+    """
+    own, d = np.maximum(variances, LEAST_ERROR**2), np.asarray(free, float)
+    pooled = float((own * d).sum() / d.sum())
+    if len(own) == 1:
+        return [pooled], float(d[0])
+    e = np.log(own) - digamma(d / 2) + np.log(d / 2)
+    more = float(e.var(ddof=1) - polygamma(1, d / 2).mean())
+    prior, middle = PRIOR_AT_MOST, pooled
+    if more > float(polygamma(1, PRIOR_AT_MOST / 2)):
+        prior = 2 * float(brentq(lambda half: polygamma(1, half) - more, 1e-6, PRIOR_AT_MOST / 2))
+        middle = float(np.exp(e.mean() + digamma(prior / 2) - np.log(prior / 2)))
+    return list((prior * middle + d * own) / (prior + d)), float(min(prior + d.min(), d.sum()))
+
+
+def _scatter(logs: Mapping[str, Sequence[float]], told: Openings | None) -> Scatter:
+    variances, free = [float(np.var(one, ddof=1)) for one in logs.values()], [len(one) - 1 for one in logs.values()]
+    each, degrees = moderated(variances, free)
+    common = float(np.sqrt(np.average(variances, weights=free)))
+    return Scatter(dict(zip(logs, map(float, np.sqrt(each)), strict=True)), degrees, common, sum(free), told)

@@ -1,0 +1,50 @@
+"""Finalists timed in common rounds, and what may be concluded from that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tasks import measure, sequential
+from tasks.stats import Interval
+from tasks.timing import Timing
+
+AS_FAST = 1.05
+
+
+@dataclass(frozen=True)
+class Together:
+    """The timings of one measurement, if any; its speed-ups hold with `confidence` for all pairs together."""
+
+    timings: Mapping[str, Timing] = field(default_factory=dict)
+    confidence: float = 0.95
+
+    @property
+    def family(self) -> int:
+        """How many pairs are judged together, since any of them may turn out the fastest."""
+        return pairs(len(self.timings))
+
+    def unusable(self, name: str) -> str | None:
+        """Why nothing may be concluded of a timed engine, or None: rounds disturbed or too few, or unsettled."""
+        timing = self.timings[name]
+        sure = measure.confidence_of(timing, self.confidence, self.family)
+        cold = None if timing.warm else "its latency did not settle during warm-up"
+        return timing.busy or sequential.too_few(len(timing.medians), sure) or cold
+
+    def usable(self, *names: str) -> bool:
+        """Whether all of these were timed, and the timings may be used."""
+        return all(name in self.timings and self.unusable(name) is None for name in names)
+
+    def gain(self, name: str, versus: str) -> Interval:
+        """How many times faster one is than another."""
+        return measure.speedup(self.timings, name, versus, self.confidence, self.family)
+
+    def tied(self, first: str, name: str) -> bool:
+        """Whether one can't be told apart from the fastest, and isn't more than 5 % slower."""
+        gain = self.gain(first, name)
+        return first == name or (gain.low <= 1 and gain.value <= AS_FAST)
+
+
+def pairs(n: int) -> int:
+    """The number of pairs of `n` engines, at least 1."""
+    return max(1, n * (n - 1) // 2)
