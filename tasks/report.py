@@ -47,9 +47,11 @@ def report(tree: Tree, workload: Path, here: Target, data: Path, target: Path) -
     """Write `summary.json`, `accuracy.json`, `index.html`, `variants.csv` and `curves.csv` into the folder `target`."""
     summary = summarize(tree, workload, here, data)
     with atomic_folder(target) as folder:
-        write_json(folder / "summary.json", summary)
         engines = report_proof.engines(tree, ordered(summary["variants"]))
         rooflines = roofline_table.of_tree(tree, [engine["name"] for engine in engines])
+        bounds = {one["name"]: one.get("numbers") for one in rooflines}
+        summary["variants"] = [{**v, "roofline": bounds.get(v["name"])} for v in summary["variants"]]
+        write_json(folder / "summary.json", summary)
         by_class = accuracy.of_tree(tree, [v["name"] for v in ordered(summary["variants"])])
         write_json(folder / "accuracy.json", accuracy.document(tree, by_class))
         accuracies = accuracy_table.section(by_class)

@@ -67,6 +67,12 @@ def summary(found: Roofline) -> dict[str, str]:
     }
 
 
+def numbers(found: Roofline) -> dict[str, Any]:
+    """An engine's totals as `summary.json` has them: floating-point operations, bytes, milliseconds a call."""
+    keys = ("batch", "flops", "bytes", "bound_ms", "measured_ms", "over", "limit")
+    return {key: getattr(found, key) for key in keys}
+
+
 def top(found: Roofline) -> list[LayerBound]:
     """The layers with the longest bounds."""
     return sorted(found.layers, key=lambda layer: -layer.bound_ms)[:TOP]
@@ -103,6 +109,7 @@ def section(rooflines: Iterable[Roofline]) -> list[dict[str, Any]]:
         {
             "name": found.name,
             "cells": summary(found),
+            "numbers": numbers(found),
             "headings": headings(found.unit),
             "layers": [cells(layer) for layer in top(found)],
             "more": max(0, len(found.layers) - TOP),

@@ -13,7 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from tasks import plaster_page
+from tasks.gates import shown
 from tasks.report import batches, metered, ordered, reopened, row, unmetered
+from tasks.stats import Interval
 
 if TYPE_CHECKING:
     from tasks.account import AccountReport
@@ -146,8 +148,48 @@ def markdown(summary: dict[str, Any]) -> str:
             *((f"{told[0].upper()}{told[1:]}.", "") if (told := reopened(summary)) else ()),
             *(f"- {reason}" for reason in _reasons(rows, "`")),
             "",
+            *_scorecards(summary),
         ]
     )
+
+
+def _scorecards(summary: dict[str, Any]) -> list[str]:
+    """The PLASTER scorecards as lines of Markdown, with the roofline's bound and the engine's digest beside each."""
+    scored = [v for v in ordered(summary["variants"]) if v.get("plaster")]
+    if not scored:
+        return []
+    headings = {
+        "variant": "variant",
+        "steps": "steps",
+        "settings": "settings",
+        "latency": "p50",
+        "latency_p99": "p99",
+        **{f"throughput_{batch}": f"throughput at {batch}" for batch in plaster_page.batches(summary)},
+        **({"energy": "energy efficiency", "net": "energy above idle"} if plaster_page.metered(summary) else {}),
+        "learning": "rate of learning",
+        "bound": "over its roofline",
+        "digest": "engine sha256",
+    }
+    rows = [{**plaster_page.cells(v), **_bound(v), "digest": (v["engine_sha256"] or "–")[:8]} for v in scored]
+    return [
+        "PLASTER, by docs/plaster.md; accuracy and size stand above. Over its roofline: the time of a call over what "
+        "its operations and bytes take at this machine's probed peaks, and which of the two limits (docs/roofline.md).",
+        "",
+        "| " + " | ".join(headings.values()) + " |",
+        "|" + "---|" * len(headings),
+        *("| " + " | ".join(cells.get(key, "–") for key in headings) + " |" for cells in rows),
+        "",
+        *(line for note in plaster_page.notes(summary) for line in (note, "")),
+    ]
+
+
+def _bound(variant: dict[str, Any]) -> dict[str, str]:
+    """An engine's energy above idle and its distance from the roofline as text, where they are known."""
+    net, bound = variant.get("energy_net_mj"), variant.get("roofline")
+    told = {"net": shown("energy_mj", Interval(**net))} if net else {}
+    if bound and bound["over"]:
+        told["bound"] = f"{bound['over']:.1f} × of {bound['bound_ms']:.3g} ms, {bound['limit']}"
+    return told
 
 
 def show_plaster(summary: dict[str, Any], console: Console) -> None:

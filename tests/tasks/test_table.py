@@ -253,6 +253,31 @@ def test_the_scatter_over_openings_is_told_where_it_is_known(summary: dict[str, 
     assert "and no more than their rounds do (5.0%) at batch 32 (standard deviation" in markdown(summary)
 
 
+def test_markdown_has_each_scorecard_its_roofline_and_its_engines_digest(summary: dict[str, Any]) -> None:
+    summary |= MARKDOWN
+    assert "PLASTER" not in markdown(summary)
+    summary["variants"][1] |= {
+        "plaster": {
+            "programmability": {"steps": 3, "settings": 9, "backends": ["eager"]},
+            "latency": {"p50_ms": 1.5, "p99_ms": None, "batch": 1},
+            "accuracy": None,
+            "size": {"engine_bytes": 2048, "memory_bytes": None},
+            "throughput": {"1": 700.0, "32": 9000.0},
+            "energy_efficiency": {"inferences_per_joule": {"value": 9.0, "low": 8.0, "high": 10.0}, "reason": None},
+            "rate_of_learning": {"seconds": 65.0, "at_least": False, "reason": None, "by_stage": {}},
+        },
+        "energy_net_mj": {"value": 2.0, "low": 1.9, "high": 2.1},
+        "roofline": {"bound_ms": 0.5, "over": 3.0, "limit": "bytes", "batch": 1},
+        "engine_sha256": "abcdef0123456789",
+    }
+    lines = markdown(summary).splitlines()
+    (row,) = [line for line in lines if "abcdef01" in line]
+    for told in ("1.500 ms", "9,000/s", "2 mJ [1.9 mJ, 2.1 mJ]", "65 s", "3.0 × of 0.5 ms, bytes"):
+        assert f"| {told} |" in row
+    head = next(line for line in lines if "over its roofline" in line)
+    assert head.count("|") == row.count("|")
+
+
 def test_energy_and_memory_have_columns_where_they_are_known(summary: dict[str, Any]) -> None:
     summary["variants"][1] |= {"energy_mj": {"value": 2.0, "low": 1.9, "high": 2.1}, "memory_bytes": 3 << 20}
     summary |= MARKDOWN
