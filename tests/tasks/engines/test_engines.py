@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from tasks import checkpoint, layers, manifest, proof
+from tasks import checkpoint, layers, manifest, proof, target
 from tasks.data import data, read
 from tasks.engines import protocol
 from tasks.errors import Fault, Unavailable
@@ -120,6 +120,8 @@ def make(sources: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """`make(backend, model, precision, device)`: an engine; skipped, with the reason, if it can't be built here."""
 
     def case(backend: str, model: str, precision: str = "fp32", device: str = "cpu") -> Case:
+        if device == "cuda" and target.fingerprint().gpu_name is None:
+            pytest.skip("no NVIDIA GPU here")
         kind, style = BACKENDS[backend]
         file, folder = TINY / MODELS[model][0], tmp_path_factory.mktemp("engines") / f"{model}-{backend}"
         folder.mkdir()
