@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks import energy, footprint, manifest, measure, sequential, target
+from tasks import energy, footprint, manifest, measure, sequential, target, transfer
 from tasks.data import read
 from tasks.energy import Energy
 from tasks.engines.protocol import Session, open_engine
@@ -20,6 +20,7 @@ from tasks.reopening import again, share, time_both
 from tasks.settings import BenchmarkParams, min_rounds
 from tasks.stats import Interval
 from tasks.timing import Opening, confidence_over, make_pool, over, spoilt
+from tasks.transfer import Transfer
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class BenchmarkReport:
     `confidence` is that of the single interval `speedup`, raised for the looks that were taken and the engines that
     were judged together. `length` and `validation_sha256` are of the inputs. `load_average` was read before and after.
     `target_id` is the machine that was measured, `conditions` what it was like meanwhile. `energy` is the engine's at
-    `batch`, `footprint` what it took to open.
+    `batch`, `footprint` what it took to open, `transfer` what a call takes on a GPU with its copies.
     """
 
     timing: measure.Timing | None
@@ -64,6 +65,7 @@ class BenchmarkReport:
     conditions: Conditions | None = None
     energy: Energy | None = None
     footprint: Footprint | None = None
+    transfer: Transfer | None = None
 
 
 def benchmark(source: Path, baseline: Path, data: Path, params: BenchmarkParams, family: int = 1) -> BenchmarkReport:
@@ -99,6 +101,7 @@ def benchmark(source: Path, baseline: Path, data: Path, params: BenchmarkParams,
         shares = [share(p) for p in batches]
         opened = [time_both(engine, against, inputs, p, family, watch) for p in shares]
         taken = energy.of(engine, inputs, params, metered, watch.disturbed)
+        moved = transfer.of(engine, inputs, params)
         conditions = watch.conditions()
     further = again(source, baseline, data, shares, family)
     each = zip(*(opened, *(openings for openings, _ in further)), strict=True)
@@ -116,6 +119,7 @@ def benchmark(source: Path, baseline: Path, data: Path, params: BenchmarkParams,
         conditions=merged([conditions, *(told for _, told in further)]),
         energy=taken,
         footprint=start,
+        transfer=moved,
         **of,
     )
 

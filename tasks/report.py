@@ -132,8 +132,16 @@ def _entry(tree: Tree, variant: Variant, run: str | None) -> dict[str, Any]:
         "speedup_at": gains,
         "reasons": list(variant.reasons),
         "mlflow_run_id": run,
+        "transfer": _transfer(variant.name),
         "plaster": asdict(plaster.scorecard(tree, variant)) if variant.name in tree.nodes else None,
     }
+
+
+def _transfer(name: str) -> dict[str, Any] | None:
+    """What a call takes on a GPU with its copies, as the benchmark recorded it."""
+    path = layout.report("benchmark", name)
+    found: dict[str, Any] | None = read_json(path).get("transfer") if path.is_file() else None
+    return found
 
 
 def page(

@@ -166,11 +166,14 @@ def _scorecards(summary: dict[str, Any]) -> list[str]:
         "latency_p99": "p99",
         **{f"throughput_{batch}": f"throughput at {batch}" for batch in plaster_page.batches(summary)},
         **({"energy": "energy efficiency", "net": "energy above idle"} if plaster_page.metered(summary) else {}),
+        **({"whole": "end to end", "copies": "copies in, out"} if any(v.get("transfer") for v in scored) else {}),
         "learning": "rate of learning",
         "bound": "over its roofline",
         "digest": "engine sha256",
     }
-    rows = [{**plaster_page.cells(v), **_bound(v), "digest": (v["engine_sha256"] or "–")[:8]} for v in scored]
+    rows = [
+        {**plaster_page.cells(v), **_bound(v), **_moved(v), "digest": (v["engine_sha256"] or "–")[:8]} for v in scored
+    ]
     return [
         "PLASTER, by docs/plaster.md; accuracy and size stand above. Over its roofline: the time of a call over what "
         "its operations and bytes take at this machine's probed peaks, and which of the two limits (docs/roofline.md).",
@@ -181,6 +184,17 @@ def _scorecards(summary: dict[str, Any]) -> list[str]:
         "",
         *(line for note in plaster_page.notes(summary) for line in (note, "")),
     ]
+
+
+def _moved(variant: dict[str, Any]) -> dict[str, str]:
+    """A call's milliseconds from arrays to arrays, and those of its copies, as text, for an engine on a GPU."""
+    found = variant.get("transfer")
+    if not found:
+        return {}
+    whole, load, fetch = (
+        "{value:.3f} [{low:.3f}, {high:.3f}]".format(**found[f"{part}_ms"]) for part in ("whole", "load", "fetch")
+    )
+    return {"whole": f"{whole} ms", "copies": f"{load}, {fetch} ms"}
 
 
 def _bound(variant: dict[str, Any]) -> dict[str, str]:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from tasks import checkpoint, layers, manifest, proof, target
+from tasks import checkpoint, layers, manifest, proof, target, transfer
 from tasks.data import data, read
 from tasks.engines import protocol
 from tasks.errors import Fault, Unavailable
@@ -26,7 +26,7 @@ from tasks.export import export
 from tasks.files import sha256
 from tasks.fit import predict
 from tasks.quantize import quantize
-from tasks.settings import USED_BY, BuildParams, DataParams, ExportParams, QuantizeParams
+from tasks.settings import USED_BY, BenchmarkParams, BuildParams, DataParams, ExportParams, QuantizeParams
 from tasks.workloads.protocol import Arrays, axes, cut, load_workload
 
 TINY = Path(__file__).resolve().parents[2] / "tiny"
@@ -230,6 +230,17 @@ def test_the_bare_call_computes_what_the_session_does(case: Case, session: Any) 
             assert values.keys() == want.keys()
             for name, value in values.items():
                 assert np.array_equal(np.asarray(torch.as_tensor(value).cpu()), want[name])
+
+
+def test_the_copies_of_a_call_are_timed_where_it_runs_on_a_gpu(case: Case, session: Any) -> None:
+    found = transfer.of(session, case.samples(8), BenchmarkParams(batch=2))
+    if session.device == "cpu":
+        assert found is None
+        return
+    assert found is not None
+    parts = (found.load_ms, found.run_ms, found.fetch_ms)
+    assert all(0 < part.low <= part.value <= part.high for part in parts)
+    assert 0.5 < found.whole_ms.value / sum(part.value for part in parts) < 2
 
 
 def test_results_are_not_overwritten_by_the_next_call(case: Case, session: Any) -> None:
