@@ -82,11 +82,13 @@ def _same(found: Calibration) -> list[str]:
 
 def _limit(tally: Tally) -> str:
     """Whether the share of verdicts keeps to the limit."""
+    if tally.share.low > ALLOWED:
+        return "DOES NOT HOLD"
     if tally.share.high <= ALLOWED:
         return "holds, with the whole interval"
-    if tally.trials < ENOUGH and tally.share.low <= ALLOWED:
+    if tally.trials < ENOUGH:
         return f"{tally.trials} trials are too few to say, {ENOUGH} would do"
-    return "holds" if tally.share.value <= ALLOWED else "DOES NOT HOLD"
+    return "holds" if tally.share.value <= ALLOWED else "not told: more were found, but the interval reaches below that"
 
 
 def _meaning(alone: Tally) -> str:

@@ -50,9 +50,10 @@ def compare(tree: Tree, data: Path) -> Comparison:
     judged = judged_variants(tree, reopened)
     by_name = {name: v for v in judged for name in (v.name, *v.also)}
     names = finalists(tree, judged)
-    settings = scatter.settings(tree.params.benchmark, reopened, names, pairs(len(names)))
+    params = tree.params.benchmark
+    settings = scatter.settings(params, reopened, names, pairs(len(names)))
     timings, conditions = head_to_head(names, data, settings) if len(names) > 1 else ({}, None)
-    together = Together(timings, tree.params.benchmark.confidence)
+    together = Together(timings, params.confidence, params.reopen_sd, reopened.get(params.batch))
     judged = [_against_plain(v, tree, by_name, together) for v in judged]
     winner = _winner([v for v in judged if v.verdict == "passed"], together)
     truncated = {v.name for v in front(judged)[MAX_FINALISTS:]}

@@ -6,18 +6,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tasks import measure, sequential
+from tasks.scatter import Scatter
 from tasks.stats import Interval
-from tasks.timing import Timing
+from tasks.timing import Opening, Timing, over
 
 AS_FAST = 1.05
 
 
 @dataclass(frozen=True)
 class Together:
-    """The timings of one measurement, if any; its speed-ups hold with `confidence` for all pairs together."""
+    """The timings of one measurement, if any; its speed-ups hold with `confidence` for all pairs together.
+
+    They allow for `reopen_sd`, or for what the two engines' openings scattered by (`scatter`) if that is more.
+    """
 
     timings: Mapping[str, Timing] = field(default_factory=dict)
     confidence: float = 0.95
+    reopen_sd: float = 0.0
+    scatter: Scatter | None = None
 
     @property
     def family(self) -> int:
@@ -37,7 +43,9 @@ class Together:
 
     def gain(self, name: str, versus: str) -> Interval:
         """How many times faster one is than another."""
-        return measure.speedup(self.timings, name, versus, self.confidence, self.family)
+        pair = Opening(self.timings[name], self.timings[versus])
+        allowed = self.scatter.allowance([name, versus], self.confidence, self.family) if self.scatter else 0.0
+        return over([pair], self.confidence, self.family, self.reopen_sd, allowed)
 
     def tied(self, first: str, name: str) -> bool:
         """Whether one can't be told apart from the fastest, and isn't more than 5 % slower."""

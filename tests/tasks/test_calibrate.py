@@ -143,6 +143,10 @@ def test_the_page_says_whether_the_limit_holds(tmp_path: Path, quick: None) -> N
     assert str(tmp_path) not in text
     many = replace(TALLY, verdicts=20, share=Interval(0.1, 0.07, 0.15), trials=150)
     assert "At most 5%: DOES NOT HOLD." in page(replace(found, same=many))
+    some = replace(TALLY, verdicts=12, share=Interval(0.06, 0.035, 0.102))
+    assert "At most 5%: not told: more were found, but the interval reaches below that." in page(
+        replace(found, same=some)
+    )
     assert "150 of 200, no time for more" in page(replace(found, same=many))
     few = replace(TALLY, verdicts=0, share=Interval(0.0, 0.0, 0.041), trials=89)
     assert "At most 5%: holds, with the whole interval." in page(replace(found, same=few))

@@ -17,6 +17,7 @@ from tasks.files import read_json, write_json
 from tasks.measure import Timing
 from tasks.params import Tree, load
 from tasks.results import Variant
+from tasks.scatter import Scatter
 from tasks.stats import Interval
 from tasks.together import Together
 
@@ -318,3 +319,12 @@ def test_more_engines_in_the_tree_ask_each_for_more(tree: Tree, planted: Any) ->
     assert few.verdict == "passed"
     assert many.verdict == "unstable"
     assert many.reasons[0].startswith("8 rounds can't give an interval of confidence 99.87")
+
+
+def test_a_pair_head_to_head_allows_for_its_own_two_engines_alone() -> None:
+    timings = {"a": timing(1.0, 0), "b": timing(1.04, 1), "restless": timing(1.04, 2)}
+    found = Scatter({"a": 0.001, "b": 0.001, "restless": 0.2}, 6.0, 0.001, 6, None)
+    together = Together(timings, 0.95, 0.002, found)
+    assert together.gain("a", "b").low > 1 and not together.tied("a", "b")
+    assert together.gain("a", "restless").low < 1 and together.tied("a", "restless")
+    assert together.gain("a", "b") == Together(timings, 0.95, 0.002).gain("a", "b")
