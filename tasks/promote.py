@@ -231,7 +231,8 @@ def _challenge(tree: Tree, workload: Path, data: Path, candidate: Variant, champ
             return Challenge(None, (f"{label} fails today's gates: {fault}",))
         opened, conditions = _side_by_side(layout.artifact(candidate.name), folder, data, tree.params.benchmark)
     params, told = tree.params.benchmark, results.reopened(tree).get(tree.params.benchmark.batch)
-    allowed = told.allowance([candidate.name], params.confidence) if told else 0.0
+    both = [candidate.name, champion.tags.get("variant", "")]
+    allowed = told.allowance(both, params.confidence) if told else 0.0
     gain = over(opened, params.confidence, 1, params.reopen_sd, allowed)
     rounds = sum(len(one.timing.medians) for one in opened)
     unusable = spoilt(opened) or sequential.too_few(rounds, confidence_over(opened, params.confidence))
