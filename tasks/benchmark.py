@@ -100,8 +100,8 @@ def benchmark(source: Path, baseline: Path, data: Path, params: BenchmarkParams,
         batches = each_batch(params)
         shares = [share(p) for p in batches]
         opened = [time_both(engine, against, inputs, p, family, watch) for p in shares]
-        taken = energy.of(engine, inputs, params, metered, watch.disturbed)
         moved = transfer.of(engine, inputs, params)
+        taken = energy.of(engine, inputs, params, metered, watch.disturbed)
         conditions = watch.conditions()
     further = again(source, baseline, data, shares, family)
     each = zip(*(opened, *(openings for openings, _ in further)), strict=True)

@@ -68,12 +68,13 @@ def judged_variants(tree: Tree, reopened: results.Reopened | None = None) -> lis
 
     One whose numbers aren't finite, or were timed otherwise than the settings now say, has failed.
     """
-    found = [_usable(v, tree) for v in results.variants(tree, reopened)]
+    inputs_sha256 = sha256(layout.DATA / "validation.npz")
+    found = [_usable(v, tree, inputs_sha256) for v in results.variants(tree, reopened)]
     baseline = next((v for v in found if v.name == tree.params.baseline), None)
     return [judge(v, tree.params.gates, baseline) for v in found]
 
 
-def _usable(variant: Variant, tree: Tree) -> Variant:
+def _usable(variant: Variant, tree: Tree, inputs_sha256: str) -> Variant:
     """The variant, failed if a number of it isn't finite, or if it was timed otherwise than settings and data ask."""
     intervals = (variant.accuracy, variant.accuracy_change, variant.speedup, *variant.speedup_at.values())
     numbers = [v for i in intervals if i for v in (i.value, i.low, i.high)]
@@ -86,19 +87,15 @@ def _usable(variant: Variant, tree: Tree) -> Variant:
     for what, got, expected in (
         ("batch", timed["timing"]["batch"], asked.batch),
         ("clock", timed["timing"]["clock"], asked.clock),
-        ("length", timed["length"], asked.length),
+        ("length", timed.get("length"), asked.length),
     ):
         if got != expected:
             told = f"it was timed at {what} {got}, and benchmark.{what} is {expected}: run `dvc repro`"
             return replace(variant, verdict="failed", reasons=(told, *variant.reasons))
-    if timed["validation_sha256"] != _inputs_sha256():
+    if timed.get("validation_sha256") != inputs_sha256:
         told = "it was timed on other inputs than data/validation.npz holds now: run `dvc repro`"
         return replace(variant, verdict="failed", reasons=(told, *variant.reasons))
     return variant
-
-
-def _inputs_sha256() -> str:
-    return sha256(layout.DATA / "validation.npz")
 
 
 def finalists(tree: Tree, judged: list[Variant]) -> list[str]:

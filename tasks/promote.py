@@ -231,14 +231,18 @@ def _challenge(tree: Tree, workload: Path, data: Path, candidate: Variant, champ
             return Challenge(None, (f"{label} fails today's gates: {fault}",))
         opened, conditions = _side_by_side(layout.artifact(candidate.name), folder, data, tree.params.benchmark)
     params, told = tree.params.benchmark, results.reopened(tree).get(tree.params.benchmark.batch)
-    both = [candidate.name, champion.tags.get("variant", "")]
+    # A champion that isn't of this tree has no record, whatever its name.
+    same = next((n for n in tree.engines if _identity(n) == champion.tags.get("identity")), "")
+    both = [candidate.name, same]
     allowed = told.allowance(both, params.confidence) if told else 0.0
     gain = over(opened, params.confidence, 1, params.reopen_sd, allowed)
     rounds = sum(len(one.timing.medians) for one in opened)
     unusable = spoilt(opened) or sequential.too_few(rounds, confidence_over(opened, params.confidence))
     why = f"{candidate.name} side by side with {label}: {gates.shown('speedup', gain)} of its speed"
-    reasons = (why, f"the champion stays, since that can't be used: {unusable}") if unusable else (why,)
-    return Challenge(gain, reasons, bool(unusable) or not gain.low > 1, opened, conditions)
+    stays = f"the champion stays, since that can't be used: {unusable}" if unusable else None
+    if not unusable and not gain.low > 1:
+        stays = "the champion stays, since that isn't above 1 with its whole interval"
+    return Challenge(gain, (why, stays) if stays else (why,), bool(stays), opened, conditions)
 
 
 def _side_by_side(

@@ -182,7 +182,16 @@ def _scorecards(summary: dict[str, Any]) -> list[str]:
         "|" + "---|" * len(headings),
         *("| " + " | ".join(cells.get(key, "–") for key in headings) + " |" for cells in rows),
         "",
-        *(line for note in plaster_page.notes(summary) for line in (note, "")),
+        *(line for note in (*plaster_page.notes(summary), *_unclear(scored)) for line in (note, "")),
+    ]
+
+
+def _unclear(scored: list[dict[str, Any]]) -> list[str]:
+    """Why an engine whose energy is known has none above idle."""
+    return [
+        f"`{v['name']}`: {v['energy_reason']}."
+        for v in scored
+        if v.get("energy_mj") and not v.get("energy_net_mj") and v.get("energy_reason")
     ]
 
 

@@ -17,7 +17,7 @@ AS_FAST = 1.05
 class Together:
     """The timings of one measurement, if any; its speed-ups hold with `confidence` for all pairs together.
 
-    They allow for `reopen_sd`, or for what the two engines' openings scattered by (`scatter`) if that is more.
+    They allow for `reopen_sd`, or for what the two engines' openings scatter by (`Scatter.allowance`) if that is more.
     """
 
     timings: Mapping[str, Timing] = field(default_factory=dict)

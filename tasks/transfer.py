@@ -16,7 +16,7 @@ from tasks.target import last_level_cache_bytes
 from tasks.timing import make_pool
 from tasks.workloads.protocol import Arrays
 
-CALLS, WARM_UP = 60, 5
+CALLS = 60
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,14 @@ def of(session: Session, inputs: Arrays, params: BenchmarkParams) -> Transfer | 
     """Time the parts of calls on rotating `inputs` [n, …] at `params.batch`; None for an engine that isn't on a GPU."""
     if not hasattr(session, "device_ms"):
         return None
-    device, pool = cast(DeviceSession, session), make_pool(inputs, params.batch, 2 * last_level_cache_bytes())
+    device = cast(DeviceSession, session)
+    batches = itertools.cycle(make_pool(inputs, params.batch, 2 * last_level_cache_bytes()))
     parts, whole = [], []
-    for number in range(WARM_UP + CALLS):
-        batch = pool[number % len(pool)]
+    start = time.perf_counter()
+    while time.perf_counter() < start + params.warmup_ms / 1e3:
+        device.run(next(batches))
+    for _ in range(CALLS):
+        batch, other = next(batches), next(batches)
         marks = [time.perf_counter()]
         device.load(batch)
         marks.append(time.perf_counter())
@@ -54,11 +58,11 @@ def of(session: Session, inputs: Arrays, params: BenchmarkParams) -> Transfer | 
         marks.append(time.perf_counter())
         parts.append([(after - before) * 1e3 for before, after in itertools.pairwise(marks)])
         start = time.perf_counter()
-        device.run(batch)
+        device.run(other)
         device.synchronize()
         whole.append((time.perf_counter() - start) * 1e3)
-    load, run, fetch = (_median([part[i] for part in parts[WARM_UP:]]) for i in range(3))
-    return Transfer(params.batch, CALLS, load, run, fetch, _median(whole[WARM_UP:]))
+    load, run, fetch = (_median([part[i] for part in parts]) for i in range(3))
+    return Transfer(params.batch, CALLS, load, run, fetch, _median(whole))
 
 
 def _median(samples: list[float]) -> Interval:

@@ -107,11 +107,13 @@ def imported(module: str) -> ModuleType:
     try:
         return importlib.import_module(f"tasks.engines.{module}")
     except ImportError as error:
-        package = (error.name or module).split(".")[0]
+        package, words = (error.name or module).split(".")[0], " ".join(str(error).split())
         if package == "tasks":
             raise
+        if not isinstance(error, ModuleNotFoundError):
+            why = f"{package} can't be loaded here ({words}): a library or the driver is missing, see docs/engines.md"
+            raise Unavailable(why) from None
         how = f"pip install -e '.[{EXTRAS[package]}]'" if package in EXTRAS else "make setup"
-        words = " ".join(str(error).split())
         raise Unavailable(f"{package} isn't installed here ({words}): {how}, see docs/engines.md") from None
 
 

@@ -30,7 +30,7 @@ def build(source: Path, folder: Path, spec: BuildParams) -> Built:
     chooses the same ones; its digest is in the manifest. Raises Unavailable without a GPU, Fault if the build fails.
     """
     here = gpu_here()
-    cache = timing_cache(here, sha256(source / "model.onnx"), spec)
+    cache = timing_cache(here, sha256(source), spec)
     before = cache.read_bytes() if cache.is_file() else b""
     kept: dict[str, Any] = {}
 

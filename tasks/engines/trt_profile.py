@@ -21,7 +21,7 @@ def optimum(spec: BuildParams, axes: Mapping[str, int]) -> tuple[int, dict[str, 
         return batch, dict(axes)
     if not axes or spec.opt_length > max(axes.values()):
         raise Fault(
-            "the model has no dynamic axis of that length",
+            "opt_length doesn't fit the model",
             got=f"opt_length {spec.opt_length}",
             expected=f"at most {max(axes.values())}" if axes else "none: every axis but the batch is fixed",
             do="lower build.*.opt_length" if axes else "leave build.*.opt_length out",

@@ -28,7 +28,7 @@ PARAMS = BenchmarkParams()
         ({"reasons": ("idle",), "sm_mhz": 1790}, None),
         (
             {"reasons": ("idle",), "sm_mhz": 345},
-            "the GPU ran on idle clocks: got 345 MHz, expected at least 1782 of 1980 MHz",
+            "the GPU ran on idle clocks, below benchmark.min_clock of what it may run at",
         ),
         ({"reasons": ("application clocks",)}, None),
         ({"reasons": ("idle", "software power cap")}, "the GPU was throttled: software power cap"),
@@ -56,9 +56,9 @@ def test_a_window_that_began_at_idle_clocks_is_spoilt() -> None:
 @pytest.mark.parametrize(
     ("card", "told"),
     [
-        ({}, "the GPU ran on idle clocks: got 345 MHz, expected at least 1782 of 1980 MHz"),
+        ({}, "the GPU ran on idle clocks, below benchmark.min_clock of what it may run at"),
         ({"sm": 1980}, None),
-        ({"application": 1500}, "the GPU ran on idle clocks: got 345 MHz, expected at least 1350 of 1500 MHz"),
+        ({"application": 1500}, "the GPU ran on idle clocks, below benchmark.min_clock of what it may run at"),
         ({"application": 1500, "sm": 1500}, None),
         ({"sm": 1200, "reasons": 0x1 | 0x2}, None),
         ({"sm": 1200, "reasons": 0x2}, None),
