@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from tasks import manifest, measure, sequential, target
+from tasks import manifest, measure, target
 from tasks.data import read
 from tasks.disturbance import governor
 from tasks.engines.protocol import open_engine
@@ -23,7 +23,7 @@ from tasks.manifest import Manifest, TensorSpec
 from tasks.monitor import Conditions, Monitor, lines
 from tasks.settings import BenchmarkParams
 from tasks.stats import Interval
-from tasks.timing import Timing
+from tasks.timing import Timing, unusable
 from tasks.workloads.protocol import Arrays
 
 SAMPLES = 64
@@ -193,9 +193,7 @@ def _told(described: Manifest) -> str:
 
 def _row(name: str, described: Manifest, timings: dict[str, Timing], first: str, params: BenchmarkParams) -> Row:
     timing, family = timings[name], max(1, len(timings) - 1)
-    sure = measure.confidence_of(timing, params.confidence, family)
-    why = timing.busy or sequential.too_few(len(timing.medians), sure)
-    why = why or (None if timing.warm else "its latency did not settle during warm-up")
+    why = unusable(timing, measure.confidence_of(timing, params.confidence, family))
     if name == first:
         gain, verdict = None, f"unstable: {why}" if why else "the first"
     else:

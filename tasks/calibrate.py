@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -96,7 +95,7 @@ def calibrate(
     planted_clock = clock if clock == "host" or spins() else "host"
     same_params = SAME.model_copy(update={"clock": clock})
     planted_params = PLANTED.model_copy(update={"clock": planted_clock})
-    commit = git_commit() if shutil.which("git") else None
+    commit = git_commit()
     described, waited, compared = manifest.read(bed.folder, trusted=False), None, list[beside.Beside]()
     with Monitor((described.device,), SAME) as watch:
         kept, same_s = 0 if bed.reopen else 2, SAME_SHARE * budget_s

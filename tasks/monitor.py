@@ -78,6 +78,9 @@ class Monitor:
             except Unavailable as reason:
                 self._why_no_gpu = str(reason)
         self._seen: list[Gpu] = []
+        # Of all readings so far: the highest clock, the highest while not idle, and whether someone set the clocks.
+        self._highest = self._awake = 0
+        self._limited = False
         self._readings, self._slowest_ms = 0, 0.0
         self._before: Reading | None = None
         self._after: Reading | None = None
@@ -106,13 +109,10 @@ class Monitor:
             return None
         if not self._clocked:
             return spoilt(before.gpu, now.gpu, 0, 0, self._params)
-        highest = max((g.sm_mhz for g in self._seen if g.sm_mhz), default=0)
         # Clocks that someone set, and that the driver names so, are what the card may run at.
-        limited = any(APPLICATION in (g.reasons or ()) for g in self._seen)
-        top = 0 if limited else now.gpu.top_sm_mhz or 0
+        top = 0 if self._limited else now.gpu.top_sm_mhz or 0
         # What NVML names as the most isn't reached by every card, however busy.
-        awake = max((g.sm_mhz for g in self._seen if g.sm_mhz and IDLE not in (g.reasons or ())), default=top)
-        return spoilt(before.gpu, now.gpu, highest, min(top, awake), self._params)
+        return spoilt(before.gpu, now.gpu, self._highest, min(top, self._awake or top), self._params)
 
     def conditions(self) -> Conditions:
         """What was read; of a block that is still open, up to now."""
@@ -149,7 +149,11 @@ class Monitor:
         start = time.perf_counter()
         found = Reading(cpu_state.read(), self.card.read() if self.card else None)
         if found.gpu:
+            mhz, reasons = found.gpu.sm_mhz or 0, found.gpu.reasons or ()
             self._seen.append(found.gpu)
+            self._highest = max(self._highest, mhz)
+            self._awake = max(self._awake, mhz if IDLE not in reasons else 0)
+            self._limited |= APPLICATION in reasons
         self._readings += 1
         self._slowest_ms = max(self._slowest_ms, (time.perf_counter() - start) * 1e3)
         return found

@@ -62,9 +62,11 @@ def _mean(values: Sequence[float]) -> float:
     return values[0] if len(values) == 1 else geometric_mean(values)
 
 
-def contrasts(openings: Sequence[Opening]) -> list[tuple[float, float]]:
-    """Ratios of each opening after the first to those before it (Helmert), scaled to vary as one does, and errors."""
-    plain = [opening.plain().speedup(CONFIDENCE) for opening in openings]
+def contrasts(plain: Sequence[Interval]) -> list[tuple[float, float]]:
+    """Ratios of each opening after the first to those before it (Helmert), scaled to vary as one does, and errors.
+
+    `plain` are the speed-ups of each, of what its rounds tell, at `CONFIDENCE`.
+    """
     logs = np.log([found.value for found in plain])
     errors = np.array([log_error(found, CONFIDENCE) for found in plain])
     told = []

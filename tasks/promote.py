@@ -7,7 +7,7 @@ One registered model per workload, one version per promoted engine, the aliases
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,16 +17,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 from filelock import FileLock
 
-from tasks import evaluate, gates, layout, manifest, measure, registry, results, sequential, tracking
+from tasks import evaluate, gates, layout, manifest, registry, results, sequential, tracking
 from tasks.compare import judged_variants
 from tasks.data import read
 from tasks.engines.protocol import Session, open_engine
 from tasks.errors import Fault
 from tasks.files import read_json, size_bytes
-from tasks.monitor import Conditions, Monitor, merged
+from tasks.monitor import Conditions, merged
 from tasks.params import Tree
-from tasks.reopening import again, share, time_both
+from tasks.reopening import again, opened, share
 from tasks.results import Variant
+from tasks.scatter import allowance
 from tasks.settings import BenchmarkParams
 from tasks.stats import Interval, mean_score, paired_change
 from tasks.target import Target
@@ -190,6 +191,11 @@ def _identity(name: str) -> str | None:
         return None
 
 
+def _of_tree(tree: Tree, version: ModelVersion) -> str | None:
+    """The engine of this tree that a version is, None if it is none of them."""
+    return next((name for name in tree.engines if _identity(name) == version.tags.get("identity")), None)
+
+
 def _unfit(winner: str | None, candidate: Variant | None) -> str:
     if winner is None:
         return "no variant passes every gate"
@@ -229,20 +235,19 @@ def _challenge(tree: Tree, workload: Path, data: Path, candidate: Variant, champ
                 fault = error.line
         if fault:
             return Challenge(None, (f"{label} fails today's gates: {fault}",))
-        opened, conditions = _side_by_side(layout.artifact(candidate.name), folder, data, tree.params.benchmark)
+        pairs, conditions = _side_by_side(layout.artifact(candidate.name), folder, data, tree.params.benchmark)
     params, told = tree.params.benchmark, results.reopened(tree).get(tree.params.benchmark.batch)
     # A champion that isn't of this tree has no record, whatever its name.
-    same = next((n for n in tree.engines if _identity(n) == champion.tags.get("identity")), "")
-    both = [candidate.name, same]
-    allowed = told.allowance(both, params.confidence) if told else 0.0
-    gain = over(opened, params.confidence, 1, params.reopen_sd, allowed)
-    rounds = sum(len(one.timing.medians) for one in opened)
-    unusable = spoilt(opened) or sequential.too_few(rounds, confidence_over(opened, params.confidence))
+    both = [candidate.name, _of_tree(tree, champion) or ""]
+    allowed = allowance(told, both, params.confidence)
+    gain = over(pairs, params.confidence, 1, params.reopen_sd, allowed)
+    rounds = sum(len(one.timing.medians) for one in pairs)
+    unusable = spoilt(pairs) or sequential.too_few(rounds, confidence_over(pairs, params.confidence))
     why = f"{candidate.name} side by side with {label}: {gates.shown('speedup', gain)} of its speed"
     stays = f"the champion stays, since that can't be used: {unusable}" if unusable else None
     if not unusable and not gain.low > 1:
         stays = "the champion stays, since that isn't above 1 with its whole interval"
-    return Challenge(gain, (why, stays) if stays else (why,), bool(stays), opened, conditions)
+    return Challenge(gain, (why, stays) if stays else (why,), bool(stays), pairs, conditions)
 
 
 def _side_by_side(
@@ -253,14 +258,9 @@ def _side_by_side(
     The first time the challenger is: what favours the engine that was opened last, favours the champion.
     """
     settings = share(params.model_copy(update={"also": ()}))
-    inputs = measure.inputs_of(manifest.read(challenger).inputs, read(data / "validation.npz"), params.length)
-    with ExitStack() as stack:
-        first, second = (stack.enter_context(open_engine(folder)) for folder in (challenger, champion))
-        watch = stack.enter_context(Monitor((first.device, second.device), settings))
-        opened = [time_both(first, second, inputs, settings, 1, watch)]
-        conditions = watch.conditions()
-    further = again(challenger, champion, data, [settings], 1)
-    return [*opened, *(one for (one,), _ in further)], merged([conditions, *(seen for _, seen in further)])
+    given = (challenger, champion, data, [settings], 1)
+    found = [opened(*given, baseline_first=False), *again(*given)]
+    return [one for (one,), _ in found], merged([seen for _, seen in found])
 
 
 def _fails_today(folder: Path, defender: Session, tree: Tree, workload: Path, data: Path) -> str | None:
@@ -300,7 +300,7 @@ def _kept(tree: Tree, name: str, alias: str, champion: ModelVersion | None, told
     if champion is None:
         return PromoteReport(name, alias, None, None, None, None, told.gain, told.reasons)
     tags = champion.tags
-    promoted = next((n for n in tree.engines if _identity(n) == tags.get("identity")), None)
+    promoted = _of_tree(tree, champion)
     return PromoteReport(
         name,
         alias,

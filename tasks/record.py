@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import tempfile
 import time
@@ -188,7 +189,9 @@ def _flow_tags() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """The checked-out commit, with "+" if tracked files were changed; None outside git."""
+    """The checked-out commit, with "+" if tracked files were changed; None outside git, and without it."""
+    if not shutil.which("git"):
+        return None
     head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
     if head.returncode != 0:
         return None

@@ -62,7 +62,7 @@ def time_both(
 def _apart(
     source: Path, baseline: Path, data: Path, batches: list[BenchmarkParams], family: int, baseline_first: bool
 ) -> Opened:
-    """`_opened` in a new process, which ends with this one, and with what interrupts it."""
+    """`opened` in a new process, which ends with this one, and with what interrupts it."""
     context = get_context("spawn")
     answer, question = context.Pipe(duplex=False)
     given = (source, baseline, data, batches, family, baseline_first)
@@ -92,18 +92,19 @@ def _answer(question: Connection, parent: int, *given: Any) -> None:
     machine.die_with(parent)
     warnings.simplefilter("ignore")
     try:
-        question.send(_opened(*given))
+        question.send(opened(*given))
     except Exception as error:
         question.send(error if isinstance(error, Fault | Unavailable) else RuntimeError(in_words(error)))
 
 
-def _opened(
+def opened(
     source: Path, baseline: Path, data: Path, batches: list[BenchmarkParams], family: int, baseline_first: bool
 ) -> Opened:
+    """Both engines opened here, timed in the same rounds at every batch, and the conditions meanwhile."""
     inputs = measure.inputs_of(manifest.read(source).inputs, read(data / "validation.npz"), batches[0].length)
     with ExitStack() as stack:
         order = (baseline, source) if baseline_first else (source, baseline)
-        opened = [stack.enter_context(open_engine(folder)) for folder in order]
-        engine, against = reversed(opened) if baseline_first else opened
+        sessions = [stack.enter_context(open_engine(folder)) for folder in order]
+        engine, against = reversed(sessions) if baseline_first else sessions
         watch = stack.enter_context(Monitor((engine.device, against.device), batches[0]))
         return [time_both(engine, against, inputs, params, family, watch) for params in batches], watch.conditions()

@@ -13,7 +13,7 @@ from tasks.data import read
 from tasks.errors import Fault
 from tasks.files import digest_of, read_json, size_bytes
 from tasks.params import Tree
-from tasks.scatter import Scatter, of_run
+from tasks.scatter import Scatter, allowance, of_run
 from tasks.settings import MODEL_STEPS, ExportParams
 from tasks.stats import Interval, mean_score, paired_change
 from tasks.timing import confidence_over, over
@@ -217,7 +217,7 @@ def _evidence(built: dict[str, Any]) -> Evidence:
 def _gain(tree: Tree, name: str, timed: dict[str, Any], reopened: Reopened) -> Interval:
     """The speed-up, as sure as all engines' together have to be: the baseline's own is none of them."""
     params, told = tree.params.benchmark, reopened.get(timed["timing"]["batch"])
-    allowed = told.allowance([name], params.confidence, family(tree)) if told else 0.0
+    allowed = allowance(told, [name], params.confidence, family(tree))
     return over(openings.of_record(timed), params.confidence, family(tree), params.reopen_sd, allowed)
 
 

@@ -60,11 +60,12 @@ def of_run(records: Mapping[str, Mapping[str, Any]]) -> dict[int, Scatter]:
     for name, timed in records.items():
         for raw in (timed, *timed["also"]):
             if raw.get("again") and not raw["unstable"]:
-                batch, opened = raw["timing"]["batch"], of_record(raw)
-                logs = [float(np.log(opening.plain().speedup(CONFIDENCE).value)) for opening in opened]
+                batch = raw["timing"]["batch"]
+                plain = [opening.plain().speedup(CONFIDENCE) for opening in of_record(raw)]
+                logs = [float(np.log(gain.value)) for gain in plain]
                 if np.isfinite(logs).all():
                     found.setdefault(batch, {})[name] = logs
-                    pairs.setdefault(batch, []).extend(contrasts(opened))
+                    pairs.setdefault(batch, []).extend(contrasts(plain))
     return {
         batch: _scatter(logs, spread([r for r, _ in pairs[batch]], [e for _, e in pairs[batch]], False))
         for batch, logs in found.items()
@@ -75,9 +76,13 @@ def settings(
     params: BenchmarkParams, found: Mapping[int, Scatter], names: Iterable[str], family: int = 1
 ) -> BenchmarkParams:
     """The settings of a measurement of `names` in one opening that allows for what was found at its batch, too."""
-    told = found.get(params.batch)
-    allowed = told.allowance(names, params.confidence, family) if told else 0.0
+    allowed = allowance(found.get(params.batch), names, params.confidence, family)
     return params.model_copy(update={"reopen_sd": max(params.reopen_sd, allowed), "openings": 1})
+
+
+def allowance(found: Scatter | None, names: Iterable[str], confidence: float, family: int = 1) -> float:
+    """See `Scatter.allowance`; 0 where nothing was found."""
+    return found.allowance(names, confidence, family) if found else 0.0
 
 
 def moderated(variances: Sequence[float], free: Sequence[int]) -> tuple[list[float], float]:

@@ -142,6 +142,12 @@ def over(
     return Interval(*(float(np.exp(middle + off)) for off in (0.0, -half, half)))
 
 
+def unusable(timing: Timing, sure: float) -> str | None:
+    """Why no verdict of confidence `sure` may rest on a timing, or None: disturbed, too few rounds, or not settled."""
+    cold = None if timing.warm else "its latency did not settle during warm-up"
+    return timing.busy or sequential.too_few(len(timing.medians), sure) or cold
+
+
 def spoilt(openings: Sequence[Opening]) -> str | None:
     """Why no verdict may rest on these, or None: disturbed rounds had to be used, or an engine hadn't settled."""
     busy = next((timing.busy for o in openings for timing in (o.timing, o.baseline) if timing.busy), None)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tasks import measure, sequential
-from tasks.scatter import Scatter
+from tasks.scatter import Scatter, allowance
 from tasks.stats import Interval
-from tasks.timing import Opening, Timing, over
+from tasks.timing import Opening, Timing, confidence_of, over, unusable
 
 AS_FAST = 1.05
 
@@ -33,9 +32,7 @@ class Together:
     def unusable(self, name: str) -> str | None:
         """Why nothing may be concluded of a timed engine, or None: rounds disturbed or too few, or unsettled."""
         timing = self.timings[name]
-        sure = measure.confidence_of(timing, self.confidence, self.family)
-        cold = None if timing.warm else "its latency did not settle during warm-up"
-        return timing.busy or sequential.too_few(len(timing.medians), sure) or cold
+        return unusable(timing, confidence_of(timing, self.confidence, self.family))
 
     def usable(self, *names: str) -> bool:
         """Whether all of these were timed, and the timings may be used."""
@@ -44,7 +41,7 @@ class Together:
     def gain(self, name: str, versus: str) -> Interval:
         """How many times faster one is than another."""
         pair = Opening(self.timings[name], self.timings[versus])
-        allowed = self.scatter.allowance([name, versus], self.confidence, self.family) if self.scatter else 0.0
+        allowed = allowance(self.scatter, [name, versus], self.confidence, self.family)
         return over([pair], self.confidence, self.family, self.reopen_sd, allowed)
 
     def tied(self, first: str, name: str) -> bool:

@@ -6,7 +6,6 @@ The package comes from NVIDIA's own package index. Manual: https://docs.nvidia.c
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import re
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import tensorrt as trt
 from tasks import layout
 from tasks.engines import trt_build, trt_callbacks, trt_checks
 from tasks.engines.protocol import Built, DeviceSession, imported
-from tasks.files import atomic, sha256
+from tasks.files import atomic, digest_of, sha256
 from tasks.manifest import Manifest, gpu_here
 from tasks.settings import BuildParams
 
@@ -59,7 +58,7 @@ def timing_cache(gpu: dict[str, str], onnx_sha256: str, spec: BuildParams) -> Pa
 
     No two builds share one: what another build adds would change the digest that an identical rebuild writes.
     """
-    what = hashlib.sha256(f"{onnx_sha256} {spec.model_dump_json(exclude={'parent'})}".encode()).hexdigest()[:16]
+    what = digest_of([onnx_sha256, spec.model_dump(mode="json", exclude={"parent"})])[:16]
     name = "-".join((trt.__version__, gpu["gpu_name"], gpu["driver"], what))
     return layout.STATE / "timing" / f"{re.sub(r'[^A-Za-z0-9.]+', '-', name)}.cache"
 

@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -145,6 +145,62 @@ def text() -> Any:
 def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No training goes on from another test's state."""
     monkeypatch.setattr(layout, "STATE", tmp_path / ".enginesmith")
+
+
+class PretendedGpu:
+    """As `CudaSession`, of a pretended GPU with a clock of its own: what is enqueued is done at once."""
+
+    inputs = outputs = ()
+    device = "cuda"
+    memory_bytes = 5
+
+    def __init__(self, ms: float, clock: SimpleNamespace) -> None:
+        self.ms, self.clock, self._enqueue = ms, clock, None
+
+    @property
+    def now(self) -> float:
+        return float(self.clock.now)
+
+    def work(self, ms: float) -> None:
+        self.clock.now += ms
+
+    def load(self, batch: Any) -> None:
+        self._enqueue: Any = lambda: self.work(self.ms)
+
+    def _loaded(self) -> Any:
+        return self._enqueue
+
+    def launch(self) -> None:
+        self._loaded()()
+
+    def fetch(self) -> Any:
+        return {"y": 1}
+
+    def device_ms(self, calls: int) -> float:
+        start = self.now
+        for _ in range(calls):
+            self._loaded()()
+        return (self.now - start) / calls
+
+    def synchronize(self) -> None:
+        pass
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Any]:
+    """`on_device(ms)`: a session of so long calls, on a GPU that spins two million cycles a millisecond."""
+    from tasks import planted
+
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(planted, "spinner", lambda session: lambda cycles: session.work(cycles / 2e6))
+    monkeypatch.setattr(planted, "time", SimpleNamespace(perf_counter=lambda: clock.now / 1e3))
+    return lambda ms: PretendedGpu(ms, clock)
 
 
 @pytest.fixture(scope="session")

@@ -183,7 +183,7 @@ def test_the_page_names_the_code_the_libraries_and_the_engine(tmp_path: Path, qu
 
 
 def test_without_git_there_is_no_commit(tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.shutil, "which", lambda _: None)
+    monkeypatch.setattr("shutil.which", lambda _: None)
     assert calibrate(1, 1, None, 0.1, tmp_path, lambda _: None).commit is None
 
 

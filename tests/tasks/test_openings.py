@@ -98,7 +98,11 @@ def test_the_spread_is_of_one_ratio_whatever_the_number_of_openings(tree: Tree) 
         ]
 
     for n in (2, 3, 5):
-        pairs = [pair for _ in range(400) for pair in openings.contrasts(opened(n))]
+        pairs = [
+            pair
+            for _ in range(400)
+            for pair in openings.contrasts([one.plain().speedup(openings.CONFIDENCE) for one in opened(n)])
+        ]
         assert len(pairs) == 400 * (n - 1)
         assert np.std(np.log([r for r, _ in pairs])) == pytest.approx(0.04, rel=0.1)
 

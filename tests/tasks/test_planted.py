@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -69,55 +68,7 @@ def test_a_tiny_engine_is_an_engine_and_its_profile_counts_its_runs(tmp_path: Pa
     assert expected.any()
 
 
-class Device:
-    """As `CudaSession`, of a pretended GPU with a clock of its own: what is enqueued is done at once."""
-
-    inputs = outputs = ()
-    device = "cuda"
-    memory_bytes = 5
-
-    def __init__(self, ms: float) -> None:
-        self.ms, self.now, self._enqueue = ms, 0.0, None
-
-    def work(self, ms: float) -> None:
-        self.now += ms
-
-    def load(self, batch: Any) -> None:
-        self._enqueue: Any = lambda: self.work(self.ms)
-
-    def _loaded(self) -> Any:
-        return self._enqueue
-
-    def launch(self) -> None:
-        self._loaded()()
-
-    def fetch(self) -> Any:
-        return {"y": 1}
-
-    def device_ms(self, calls: int) -> float:
-        start = self.now
-        for _ in range(calls):
-            self._loaded()()
-        return (self.now - start) / calls
-
-    def synchronize(self) -> None:
-        pass
-
-
 CYCLES_PER_MS = 2e6
-
-
-@pytest.fixture
-def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Any]:
-    """`on_device(ms)`: a session of so long calls, whose GPU spins two million cycles a millisecond."""
-
-    def made(ms: float) -> Any:
-        session = Device(ms)
-        monkeypatch.setattr(planted, "spinner", lambda s: lambda cycles: s.work(cycles / CYCLES_PER_MS))
-        monkeypatch.setattr(planted, "time", SimpleNamespace(perf_counter=lambda: session.now / 1e3))
-        return session
-
-    return made
 
 
 @pytest.mark.parametrize("ms", [0.05, 2.0, 70.0])

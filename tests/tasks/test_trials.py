@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tasks import planted
 from tasks.measure import Measurement
 from tasks.planted import Slowed
 from tasks.settings import BenchmarkParams
@@ -53,40 +51,6 @@ def test_equal_openings_give_a_verdict_by_rounds_alone_as_seldom_as_they_say() -
     assert 4 <= sum(found) <= 33  # 20, and three standard deviations of a binomial law.
 
 
-class Clocked:
-    """A session on a pretended GPU, whose calls take 0.1 ms by a clock that is this class's."""
-
-    inputs = outputs = ()
-    device = "cuda"
-    memory_bytes = 0
-    now = 0.0
-
-    @classmethod
-    def work(cls, ms: float) -> None:
-        cls.now += ms
-
-    def load(self, batch: Any) -> None:
-        self._enqueue: Any = lambda: self.work(0.1)
-
-    def _loaded(self) -> Any:
-        return self._enqueue
-
-    def device_ms(self, calls: int) -> float:
-        start = self.now
-        for _ in range(calls):
-            self._loaded()()
-        return (self.now - start) / calls
-
-    def synchronize(self) -> None:
-        pass
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
 def busy(seconds: float) -> None:
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
@@ -97,13 +61,9 @@ QUICK = BenchmarkParams(rounds=8, max_rounds=8, window_ms=3, warmup_ms=5, max_lo
 
 
 @pytest.mark.parametrize("share", [0.02, 0.5])
-def test_a_difference_planted_on_the_device_is_found_by_its_clock(
-    monkeypatch: pytest.MonkeyPatch, share: float
-) -> None:
-    monkeypatch.setattr(planted, "spinner", lambda session: lambda cycles: session.work(cycles / 2e6))
-    monkeypatch.setattr(planted, "time", SimpleNamespace(perf_counter=lambda: Clocked.now / 1e3))
+def test_a_difference_planted_on_the_device_is_found_by_its_clock(on_device: Any, share: float) -> None:
     tried = Trials(share, 3, QUICK, 60.0)
-    tried.run(Bed(Path(), Clocked, [{}], True), lambda _: None)  # type: ignore[arg-type]
+    tried.run(Bed(Path(), lambda: on_device(0.1), [{}], True), lambda _: None)
     tally = tried.tally()
     assert tally is not None
     assert (tally.trials, tally.verdicts) == (3, 3)
