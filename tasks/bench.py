@@ -193,7 +193,7 @@ def _told(described: Manifest) -> str:
 
 def _row(name: str, described: Manifest, timings: dict[str, Timing], first: str, params: BenchmarkParams) -> Row:
     timing, family = timings[name], max(1, len(timings) - 1)
-    why = unusable(timing, measure.confidence_of(timing, params.confidence, family))
+    why = unusable([timing], params.confidence, family)
     if name == first:
         gain, verdict = None, f"unstable: {why}" if why else "the first"
     else:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks import energy, footprint, manifest, measure, sequential, target, transfer
+from tasks import energy, footprint, manifest, measure, target, transfer
 from tasks.data import read
 from tasks.energy import Energy
 from tasks.engines.protocol import Session, open_engine
@@ -16,10 +16,10 @@ from tasks.errors import Fault, Unavailable
 from tasks.files import sha256
 from tasks.footprint import Footprint
 from tasks.monitor import Conditions, Monitor, merged
-from tasks.reopening import again, share, time_both
+from tasks.reopening import Plan, again, share, timed
 from tasks.settings import BenchmarkParams, min_rounds
 from tasks.stats import Interval
-from tasks.timing import Opening, confidence_over, make_pool, over, spoilt
+from tasks.timing import Opening, confidence_over, make_pool, over, spoilt, too_few
 from tasks.transfer import Transfer
 
 
@@ -98,23 +98,23 @@ def benchmark(source: Path, baseline: Path, data: Path, params: BenchmarkParams,
         watch = stack.enter_context(Monitor((engine.device, against.device), params))
         metered = energy.prepare(engine.device, watch.card, params)
         batches = each_batch(params)
-        shares = [share(p) for p in batches]
-        opened = [time_both(engine, against, inputs, p, family, watch) for p in shares]
+        plan = Plan({"engine": source, "baseline": baseline}, data, [share(p) for p in batches], family)
+        first = timed(plan, {"engine": engine, "baseline": against}, inputs, watch)
         moved = transfer.of(engine, inputs, params)
         taken = energy.of(engine, inputs, params, metered, watch.disturbed)
         conditions = watch.conditions()
-    further = again(source, baseline, data, shares, family)
-    each = zip(*(opened, *(openings for openings, _ in further)), strict=True)
-    first, *also = (_judged(list(openings), p, family) for openings, p in zip(each, batches, strict=True))
+    further = again(plan)
+    found = [[Opening.of(timings) for timings in opening] for opening in (first, *(told for told, _ in further))]
+    at, *also = (_judged(list(each), p, family) for each, p in zip(zip(*found, strict=True), batches, strict=True))
     return BenchmarkReport(
-        timing=first.timing,
-        baseline=first.baseline,
-        again=first.again,
-        speedup=first.speedup,
-        confidence=first.confidence,
+        timing=at.timing,
+        baseline=at.baseline,
+        again=at.again,
+        speedup=at.speedup,
+        confidence=at.confidence,
         also=also,
         not_run=None,
-        unstable=first.unstable,
+        unstable=at.unstable,
         load_average=(before, measure.load_average()),
         conditions=merged([conditions, *(told for _, told in further)]),
         energy=taken,
@@ -148,9 +148,9 @@ def each_batch(params: BenchmarkParams) -> list[BenchmarkParams]:
 
 
 def _judged(openings: list[Opening], params: BenchmarkParams, family: int) -> AtBatch:
-    first, rounds = openings[0], sum(len(o.timing.medians) for o in openings)
-    sure = confidence_over(openings, params.confidence, family)
-    reason = unstable(openings, params) or sequential.too_few(rounds, sure)
+    first, own = openings[0], [opening.timing for opening in openings]
+    sure = confidence_over(own, params.confidence, family)
+    reason = unstable(openings, params) or too_few(own, params.confidence, family)
     gain = over(openings, params.confidence, family, params.reopen_sd)
     return AtBatch(first.timing, first.baseline, openings[1:], gain, sure, reason)
 

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from tasks import curves, layout, measure, results, scatter
-from tasks.data import read
-from tasks.engines.protocol import open_engine
+from tasks import curves, layout, results
 from tasks.files import digest_of, read_json, sha256
 from tasks.gates import judge, shown
-from tasks.monitor import Conditions, Monitor
+from tasks.monitor import Conditions, merged
 from tasks.openings import Openings
 from tasks.params import Tree
 from tasks.record import lineage_params
+from tasks.reopening import Plan, Timings, again, opened, share
 from tasks.results import Variant
 from tasks.settings import BenchmarkParams
 from tasks.stats import quotient
@@ -33,12 +29,13 @@ WINS = "the fastest that passes every gate, or the most accurate of those as fas
 class Comparison:
     """All variants with verdicts; `winner` is the fastest that passed, by `head_to_head`.
 
-    `head_to_head` holds the finalists' timings of one measurement in common rounds, under `conditions`. `openings` is
-    how far openings differ, by batch, where enough of them tell; see `scatter.of_run`.
+    `head_to_head` holds the finalists' timings in common rounds, `again` those of further openings, all under
+    `conditions`. `openings` is how far openings differ, by batch, where enough of them tell; see `scatter.of_run`.
     """
 
     variants: list[dict[str, Any]]
-    head_to_head: dict[str, measure.Timing]
+    head_to_head: Timings
+    again: list[Timings]
     winner: str | None
     conditions: Conditions | None = None
     openings: Mapping[int, Openings] = field(default_factory=dict)
@@ -51,8 +48,7 @@ def compare(tree: Tree, data: Path) -> Comparison:
     by_name = {name: v for v in judged for name in (v.name, *v.also)}
     names = finalists(tree, judged)
     params = tree.params.benchmark
-    settings = scatter.settings(params, reopened, names, pairs(len(names)))
-    timings, conditions = head_to_head(names, data, settings) if len(names) > 1 else ({}, None)
+    timings, conditions = head_to_head(names, data, params) if len(names) > 1 else ([], None)
     together = Together(timings, params.confidence, params.reopen_sd, reopened.get(params.batch))
     judged = [_against_plain(v, tree, by_name, together) for v in judged]
     winner = _winner([v for v in judged if v.verdict == "passed"], together)
@@ -60,7 +56,8 @@ def compare(tree: Tree, data: Path) -> Comparison:
     judged = [_against_winner(v, winner, together, truncated) for v in judged]
     found = [results.plain(replace(v, content=_content(tree, v, reopened))) for v in judged]
     told = {batch: s.openings for batch, s in reopened.items() if s.openings}
-    return Comparison(found, timings, winner, conditions, told)
+    first, further = (timings[0], timings[1:]) if timings else ({}, [])
+    return Comparison(found, first, further, winner, conditions, told)
 
 
 def judged_variants(tree: Tree, reopened: results.Reopened | None = None) -> list[Variant]:
@@ -113,16 +110,16 @@ def front(judged: list[Variant]) -> list[Variant]:
     return sorted(found, key=lambda v: -v.speedup.value if v.speedup else 0.0)
 
 
-def head_to_head(names: list[str], data: Path, params: BenchmarkParams) -> tuple[dict[str, measure.Timing], Conditions]:
-    """Time several engines in common rounds on validation inputs, until all are told apart from the fastest."""
-    samples = read(data / "validation.npz")
-    with ExitStack() as stack:
-        sessions = {name: stack.enter_context(open_engine(layout.artifact(name))) for name in names}
-        inputs = measure.inputs_of(sessions[names[0]].inputs, samples, params.length)
-        watch = stack.enter_context(Monitor([session.device for session in sessions.values()], params))
-        family = pairs(len(names))
-        timings = measure.interleave(sessions, inputs, params, family=family, fastest=True, disturbed=watch.disturbed)
-        return timings, watch.conditions()
+def head_to_head(names: list[str], data: Path, params: BenchmarkParams) -> tuple[list[Timings], Conditions]:
+    """Time several engines in common rounds on validation inputs, until all are told apart from the fastest.
+
+    They are opened as often as a benchmark opens its engines, and then the rounds end when their ratios are known.
+    """
+    settings = share(params.model_copy(update={"also": ()}))
+    folders = {name: layout.artifact(name) for name in names}
+    plan = Plan(folders, data, [settings], family=pairs(len(names)), fastest=True)
+    found = [opened(plan), *again(plan)]
+    return [timings for (timings,), _ in found], merged([seen for _, seen in found])
 
 
 def _dominates(a: Variant, b: Variant) -> bool:
@@ -144,7 +141,7 @@ def _winner(passed: list[Variant], together: Together) -> str | None:
 def _rank(variant: Variant, together: Together) -> tuple[bool, float]:
     """Finalists by their common measurement first, where it can be used; others by speed-up over the baseline."""
     if together.usable(variant.name):
-        return False, float(np.median(together.timings[variant.name].medians))
+        return False, together.typical_ms(variant.name)
     assert variant.speedup
     return True, -variant.speedup.value
 
@@ -178,7 +175,7 @@ def _against_plain(variant: Variant, tree: Tree, by_name: dict[str, Variant], to
 
 def _against_winner(variant: Variant, winner: str | None, together: Together, truncated: set[str]) -> Variant:
     """Tell why a variant that passed has won or not; of a finalist whose common rounds can't be used, why not."""
-    timed = variant.name in together.timings
+    timed = variant.name in together.names
     why_not = together.unusable(variant.name) if timed else None
     told = (f"head to head, {why_not}: judged by its separate measurement",) if why_not else ()
     if winner is None or variant.verdict != "passed":

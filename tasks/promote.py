@@ -11,27 +11,21 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-import numpy as np
 from filelock import FileLock
 
-from tasks import evaluate, gates, layout, manifest, registry, results, sequential, tracking
+from tasks import layout, manifest, registry, results, tracking
+from tasks.challenge import Challenge, challenge
 from tasks.compare import judged_variants
-from tasks.data import read
-from tasks.engines.protocol import Session, open_engine
 from tasks.errors import Fault
-from tasks.files import read_json, size_bytes
-from tasks.monitor import Conditions, merged
+from tasks.files import read_json
+from tasks.monitor import Conditions
 from tasks.params import Tree
-from tasks.reopening import again, opened, share
 from tasks.results import Variant
-from tasks.scatter import allowance
-from tasks.settings import BenchmarkParams
-from tasks.stats import Interval, mean_score, paired_change
+from tasks.stats import Interval
 from tasks.target import Target
-from tasks.timing import Opening, confidence_over, over, spoilt
+from tasks.timing import Opening
 from tasks.workloads.protocol import load_workload
 
 if TYPE_CHECKING:
@@ -39,7 +33,6 @@ if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
 
 ROLLED_BACK = "rolled_back"
-DEFENDED = ("accuracy", "accuracy_change", "size_bytes")
 
 
 @dataclass(frozen=True)
@@ -61,20 +54,6 @@ class PromoteReport:
     versus_champion: Interval | None
     reasons: tuple[str, ...]
     side_by_side: list[Opening] = field(default_factory=list)
-    conditions: Conditions | None = None
-
-
-@dataclass(frozen=True)
-class Challenge:
-    """How the winner did against the champion: `gain` is how many times its speed, None if it had none to beat.
-
-    `lost` says that the champion keeps its place.
-    """
-
-    gain: Interval | None
-    reasons: tuple[str, ...]
-    lost: bool = False
-    openings: list[Opening] = field(default_factory=list)
     conditions: Conditions | None = None
 
 
@@ -105,7 +84,7 @@ def promote(tree: Tree, workload: Path, data: Path, here: Target) -> PromoteRepo
             reason = f"{candidate.name} is version {earlier.version}, rolled back {earlier.tags[ROLLED_BACK]}"
             reason = f"{reason}; `python -m tasks rollback` brings it back"
             return _kept(tree, name, alias, champion, Challenge(None, (reason,)))
-        told = _challenge(tree, workload, data, candidate, champion)
+        told = challenge(tree, workload, data, candidate, champion)
         if told.lost:
             return _kept(tree, name, alias, champion, told)
         run = runs[candidate.name]
@@ -183,19 +162,6 @@ def _require_unmoved(store: MlflowClient, name: str, alias: str, champion: Model
         raise Fault(f"{alias} moved meanwhile", got=f"version {after}", expected=f"version {before}", do="run again")
 
 
-def _identity(name: str) -> str | None:
-    """The identity of an engine of this tree, None if it isn't there."""
-    try:
-        return registry.identity(manifest.read(layout.artifact(name)))
-    except Fault:
-        return None
-
-
-def _of_tree(tree: Tree, version: ModelVersion) -> str | None:
-    """The engine of this tree that a version is, None if it is none of them."""
-    return next((name for name in tree.engines if _identity(name) == version.tags.get("identity")), None)
-
-
 def _unfit(winner: str | None, candidate: Variant | None) -> str:
     if winner is None:
         return "no variant passes every gate"
@@ -214,93 +180,11 @@ def _mark(store: MlflowClient, run_id: str | None, verdict: str) -> None:
             store.set_tag(run_id, "verdict", verdict)
 
 
-def _challenge(tree: Tree, workload: Path, data: Path, candidate: Variant, champion: ModelVersion | None) -> Challenge:
-    """Measure the candidate against the champion, unless that can't defend its place."""
-    if champion is None:
-        return Challenge(None, (f"{candidate.name} is the first champion of this target",))
-    label = f"champion version {champion.version} ({champion.tags.get('variant')})"
-    with TemporaryDirectory() as scratch:
-        try:
-            folder = registry.download(champion, Path(scratch))
-        except Fault as lost:
-            return Challenge(None, (f"{label} can't be opened here any more: {lost.line}",))
-        try:
-            defender = open_engine(folder)
-        except Exception as error:  # a backend may raise anything
-            return Challenge(None, (f"{label} can't be opened here any more: {_words(error)}",))
-        with defender:
-            try:
-                fault = _fails_today(folder, defender, tree, workload, data)
-            except Fault as error:
-                fault = error.line
-        if fault:
-            return Challenge(None, (f"{label} fails today's gates: {fault}",))
-        pairs, conditions = _side_by_side(layout.artifact(candidate.name), folder, data, tree.params.benchmark)
-    params, told = tree.params.benchmark, results.reopened(tree).get(tree.params.benchmark.batch)
-    # A champion that isn't of this tree has no record, whatever its name.
-    both = [candidate.name, _of_tree(tree, champion) or ""]
-    allowed = allowance(told, both, params.confidence)
-    gain = over(pairs, params.confidence, 1, params.reopen_sd, allowed)
-    rounds = sum(len(one.timing.medians) for one in pairs)
-    unusable = spoilt(pairs) or sequential.too_few(rounds, confidence_over(pairs, params.confidence))
-    why = f"{candidate.name} side by side with {label}: {gates.shown('speedup', gain)} of its speed"
-    stays = f"the champion stays, since that can't be used: {unusable}" if unusable else None
-    if not unusable and not gain.low > 1:
-        stays = "the champion stays, since that isn't above 1 with its whole interval"
-    return Challenge(gain, (why, stays) if stays else (why,), bool(stays), pairs, conditions)
-
-
-def _side_by_side(
-    challenger: Path, champion: Path, data: Path, params: BenchmarkParams
-) -> tuple[list[Opening], Conditions]:
-    """The two in common rounds, opened as often as a benchmark opens its engines, every other time the champion first.
-
-    The first time the challenger is: what favours the engine that was opened last, favours the champion.
-    """
-    settings = share(params.model_copy(update={"also": ()}))
-    given = (challenger, champion, data, [settings], 1)
-    found = [opened(*given, baseline_first=False), *again(*given)]
-    return [one for (one,), _ in found], merged([seen for _, seen in found])
-
-
-def _fails_today(folder: Path, defender: Session, tree: Tree, workload: Path, data: Path) -> str | None:
-    """Why the champion doesn't pass today's gates on today's test split, or None.
-
-    Raises Fault if today's data doesn't fit it, or its outputs aren't finite.
-    """
-    task, samples, params, described = (
-        load_workload(workload),
-        read(data / "test.npz"),
-        tree.params,
-        manifest.read(folder),
-    )
-    if described.preprocessing not in (None, task.PREPROCESSING):
-        return f"it expects preprocessing {described.preprocessing}, today's is {task.PREPROCESSING}"
-    if described.max_batch < params.benchmark.batch:
-        return f"it takes batches of at most {described.max_batch}, today's benchmark has {params.benchmark.batch}"
-    outputs = evaluate.run(defender, task, samples, min(params.evaluate.batch, described.max_batch))
-    scores = task.METRICS[params.evaluate.metric](outputs, samples["label"]).astype(np.float64)
-    confidence, against = params.evaluate.confidence, read(layout.scores(params.baseline))["scores"]
-    today = Variant(
-        folder.name,
-        (),
-        described.backend,
-        accuracy=mean_score(scores, confidence),
-        accuracy_change=paired_change(scores, against, confidence),
-        size_bytes={"engine": size_bytes(folder / described.engine_file)},
-    )
-    return "; ".join(gates.failures(today, params.gates, DEFENDED)) or None
-
-
-def _words(error: Exception) -> str:
-    return error.line if isinstance(error, Fault) else " ".join(str(error).split())
-
-
 def _kept(tree: Tree, name: str, alias: str, champion: ModelVersion | None, told: Challenge) -> PromoteReport:
     if champion is None:
         return PromoteReport(name, alias, None, None, None, None, told.gain, told.reasons)
     tags = champion.tags
-    promoted = _of_tree(tree, champion)
+    promoted = registry.engine_of(tree, champion)
     return PromoteReport(
         name,
         alias,

@@ -10,6 +10,7 @@ import numpy as np
 from tasks import layout, manifest, tracking
 from tasks.errors import Fault
 from tasks.files import digest_of
+from tasks.params import Tree
 from tasks.results import Variant
 from tasks.target import Target
 
@@ -48,6 +49,11 @@ def version_of(store: MlflowClient, model: str, target_id: str, engine: str) -> 
     """The latest version of a target whose engine has this `identity`."""
     query = f"name = '{model}' and tags.identity = '{engine}' and tags.target = '{target_id}'"
     return max(store.search_model_versions(query), key=lambda v: int(v.version), default=None)
+
+
+def engine_of(tree: Tree, version: ModelVersion) -> str | None:
+    """The engine of this tree that a version is, None if it is none of them."""
+    return next((name for name in tree.engines if _made(name) == version.tags.get("identity")), None)
 
 
 def register(store: MlflowClient, model: str, variant: Variant, run_id: str, here: Target) -> str:
@@ -110,6 +116,14 @@ def download(version: ModelVersion, folder: Path) -> Path:
     if not found:
         raise _lost(version, f"no {manifest.FILE}")
     return found[0].parent
+
+
+def _made(name: str) -> str | None:
+    """The identity of an engine of this tree, None if it isn't there."""
+    try:
+        return identity(manifest.read(layout.artifact(name)))
+    except Fault:
+        return None
 
 
 def _lost(version: ModelVersion, got: str) -> Fault:

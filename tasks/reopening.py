@@ -1,14 +1,15 @@
-"""A benchmark's measurements with both engines opened anew, each time in a process of its own."""
+"""Measurements with all engines opened anew, each time in a process of its own."""
 
 from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 from tasks import machine, manifest, measure
 from tasks.data import read
@@ -16,24 +17,65 @@ from tasks.engines.protocol import Session, open_engine
 from tasks.errors import Fault, Unavailable, in_words
 from tasks.monitor import Conditions, Monitor
 from tasks.settings import BenchmarkParams, min_rounds
-from tasks.timing import Opening
+from tasks.timing import Timing
 from tasks.workloads.protocol import Arrays
 
 LEAVING_S = 30.0
-Opened = tuple[list[Opening], Conditions]
+Timings = dict[str, Timing]
+Opened = tuple[list[Timings], Conditions]
 
 
-def again(source: Path, baseline: Path, data: Path, batches: list[BenchmarkParams], family: int) -> list[Opened]:
-    """The second opening and those after it: of each, the measurements at every batch, and the conditions.
+@dataclass(frozen=True)
+class Plan:
+    """What is timed in common rounds: the engine folders by name, the folder of the data, and how, batch by batch.
+
+    `family` and `fastest` are `measure.Measurement`'s.
+    """
+
+    folders: dict[str, Path]
+    data: Path
+    batches: list[BenchmarkParams]
+    family: int = 1
+    fastest: bool = False
+
+
+def opened(plan: Plan) -> Opened:
+    """The engines opened here, in the order of `folders`: their timings at every batch, and the conditions."""
+    specs = manifest.read(next(iter(plan.folders.values()))).inputs
+    inputs = measure.inputs_of(specs, read(plan.data / "validation.npz"), plan.batches[0].length)
+    with ExitStack() as stack:
+        sessions = {name: stack.enter_context(open_engine(folder)) for name, folder in plan.folders.items()}
+        watch = stack.enter_context(Monitor([session.device for session in sessions.values()], plan.batches[0]))
+        return timed(plan, sessions, inputs, watch), watch.conditions()
+
+
+def timed(plan: Plan, sessions: Mapping[str, Session], inputs: Arrays, watch: Monitor) -> list[Timings]:
+    """Open sessions in common rounds, at every batch."""
+    found = []
+    for params in plan.batches:
+        if params.also:
+            print(f"at batch {params.batch}", flush=True)
+        found.append(
+            measure.interleave(
+                sessions, inputs, params, family=plan.family, fastest=plan.fastest, disturbed=watch.disturbed
+            )
+        )
+    return found
+
+
+def again(plan: Plan) -> list[Opened]:
+    """The second opening and those after it, each in a new process.
 
     A process keeps what it has chosen once, such as kernels and places in memory: a new one chooses anew. Every other
-    opens the baseline first, so that what the order does, falls on both. Raises Fault if one dies, and what it raised.
+    opens the engines the other way round, so that what the order does, falls on all. Raises Fault if one dies, and what
+    it raised.
     """
-    found, openings = [], batches[0].openings
+    found, openings = [], plan.batches[0].openings
     for number in range(2, openings + 1):
         print(f"opening {number} of {openings}", flush=True)
-        seeded = [params.model_copy(update={"seed": params.seed + number}) for params in batches]
-        found.append(_apart(source, baseline, data, seeded, family, number % 2 == 0))
+        seeded = [params.model_copy(update={"seed": params.seed + number}) for params in plan.batches]
+        folders = dict(reversed(plan.folders.items())) if number % 2 == 0 else plan.folders
+        found.append(_apart(replace(plan, folders=folders, batches=seeded)))
     return found
 
 
@@ -48,25 +90,11 @@ def share(params: BenchmarkParams) -> BenchmarkParams:
     return params.model_copy(update=each)
 
 
-def time_both(
-    engine: Session, baseline: Session, inputs: Arrays, params: BenchmarkParams, family: int, watch: Monitor
-) -> Opening:
-    """Two open sessions in the same rounds, at one batch."""
-    if params.also:
-        print(f"at batch {params.batch}", flush=True)
-    sessions = {"engine": engine, "baseline": baseline}
-    timings = measure.interleave(sessions, inputs, params, family=family, disturbed=watch.disturbed)
-    return Opening(timings["engine"], timings["baseline"])
-
-
-def _apart(
-    source: Path, baseline: Path, data: Path, batches: list[BenchmarkParams], family: int, baseline_first: bool
-) -> Opened:
+def _apart(plan: Plan) -> Opened:
     """`opened` in a new process, which ends with this one, and with what interrupts it."""
     context = get_context("spawn")
     answer, question = context.Pipe(duplex=False)
-    given = (source, baseline, data, batches, family, baseline_first)
-    child = context.Process(target=_answer, args=(question, os.getpid(), *given))
+    child = context.Process(target=_answer, args=(question, os.getpid(), plan))
     child.start()
     question.close()
     try:
@@ -75,9 +103,9 @@ def _apart(
     except EOFError:
         child.join()
         raise Fault(
-            f"{source.name} died as it was opened again",
-            got=f"a process that ended with status {child.exitcode}",
-            expected=f"{batches[0].openings} openings (benchmark.openings)",
+            f"a process that opened {' and '.join(folder.name for folder in plan.folders.values())} again died",
+            got=f"status {child.exitcode}",
+            expected=f"{plan.batches[0].openings} openings (benchmark.openings)",
             do="see the log for what it said last; memory may have run out",
         ) from None
     finally:
@@ -88,23 +116,10 @@ def _apart(
     return found
 
 
-def _answer(question: Connection, parent: int, *given: Any) -> None:
+def _answer(question: Connection, parent: int, plan: Plan) -> None:
     machine.die_with(parent)
     warnings.simplefilter("ignore")
     try:
-        question.send(opened(*given))
+        question.send(opened(plan))
     except Exception as error:
         question.send(error if isinstance(error, Fault | Unavailable) else RuntimeError(in_words(error)))
-
-
-def opened(
-    source: Path, baseline: Path, data: Path, batches: list[BenchmarkParams], family: int, baseline_first: bool
-) -> Opened:
-    """Both engines opened here, timed in the same rounds at every batch, and the conditions meanwhile."""
-    inputs = measure.inputs_of(manifest.read(source).inputs, read(data / "validation.npz"), batches[0].length)
-    with ExitStack() as stack:
-        order = (baseline, source) if baseline_first else (source, baseline)
-        sessions = [stack.enter_context(open_engine(folder)) for folder in order]
-        engine, against = reversed(sessions) if baseline_first else sessions
-        watch = stack.enter_context(Monitor((engine.device, against.device), batches[0]))
-        return [time_both(engine, against, inputs, params, family, watch) for params in batches], watch.conditions()

@@ -79,6 +79,7 @@ def summarize(tree: Tree, workload: Path, here: Target, data: Path) -> dict[str,
         "gates": tree.params.gates.model_dump(exclude_none=True),
         "champion": promotion,
         "head_to_head": comparison["head_to_head"],
+        "head_to_head_again": comparison["again"],
         "openings": {
             batch: {**told, "assumed": tree.params.benchmark.reopen_sd}
             for batch, told in comparison.get("openings", {}).items()

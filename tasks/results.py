@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from tasks import costs, layout, manifest, openings, sequential
+from tasks import costs, layout, manifest, openings
 from tasks.costs import Cost
 from tasks.data import read
 from tasks.errors import Fault
@@ -16,7 +16,7 @@ from tasks.params import Tree
 from tasks.scatter import Scatter, allowance, of_run
 from tasks.settings import MODEL_STEPS, ExportParams
 from tasks.stats import Interval, mean_score, paired_change
-from tasks.timing import confidence_over, over
+from tasks.timing import over, too_few
 
 Reopened = Mapping[int, Scatter]
 KINDS = {**dict.fromkeys(MODEL_STEPS, "model"), "export": "onnx", "quantize": "onnx"}
@@ -228,9 +228,8 @@ def family(tree: Tree) -> int:
 
 def _undecided(tree: Tree, timed: dict[str, Any]) -> str | None:
     """Why the rounds are too few for as many engines as there are now, or None."""
-    opened = openings.of_record(timed)
-    sure = confidence_over(opened, tree.params.benchmark.confidence, family(tree))
-    return sequential.too_few(sum(len(one.timing.medians) for one in opened), sure)
+    own = [opening.timing for opening in openings.of_record(timed)]
+    return too_few(own, tree.params.benchmark.confidence, family(tree))
 
 
 def _failures(tree: Tree, name: str) -> list[str]:

@@ -11,7 +11,6 @@ from scipy.optimize import brentq
 from scipy.special import digamma, ndtri, polygamma, stdtrit
 
 from tasks.openings import CONFIDENCE, LEAST_ERROR, Openings, contrasts, of_record, spread
-from tasks.settings import BenchmarkParams
 
 # How many degrees of freedom the other engines count for beside an engine's own, at most. With more, simulations of
 # engines that scatter to very different degrees gave a false verdict in up to one of ten trees.
@@ -70,14 +69,6 @@ def of_run(records: Mapping[str, Mapping[str, Any]]) -> dict[int, Scatter]:
         batch: _scatter(logs, spread([r for r, _ in pairs[batch]], [e for _, e in pairs[batch]], False))
         for batch, logs in found.items()
     }
-
-
-def settings(
-    params: BenchmarkParams, found: Mapping[int, Scatter], names: Iterable[str], family: int = 1
-) -> BenchmarkParams:
-    """The settings of a measurement of `names` in one opening that allows for what was found at its batch, too."""
-    allowed = allowance(found.get(params.batch), names, params.confidence, family)
-    return params.model_copy(update={"reopen_sd": max(params.reopen_sd, allowed), "openings": 1})
 
 
 def allowance(found: Scatter | None, names: Iterable[str], confidence: float, family: int = 1) -> float:

@@ -111,6 +111,11 @@ class Opening:
     timing: Timing
     baseline: Timing
 
+    @classmethod
+    def of(cls, timings: Mapping[str, Timing], name: str = "engine", versus: str = "baseline") -> Opening:
+        """Two of the engines of one opening."""
+        return cls(timings[name], timings[versus])
+
     def speedup(self, confidence: float, family: int = 1) -> Interval:
         """How many times faster the engine is; see `speedup`."""
         return speedup({"engine": self.timing, "baseline": self.baseline}, "engine", "baseline", confidence, family)
@@ -142,10 +147,17 @@ def over(
     return Interval(*(float(np.exp(middle + off)) for off in (0.0, -half, half)))
 
 
-def unusable(timing: Timing, sure: float) -> str | None:
-    """Why no verdict of confidence `sure` may rest on a timing, or None: disturbed, too few rounds, or not settled."""
-    cold = None if timing.warm else "its latency did not settle during warm-up"
-    return timing.busy or sequential.too_few(len(timing.medians), sure) or cold
+def too_few(timings: Sequence[Timing], confidence: float, family: int = 1) -> str | None:
+    """Why an engine's rounds, one timing an opening, say nothing at `confidence` for the `family`, or None."""
+    rounds = sum(len(timing.medians) for timing in timings)
+    return sequential.too_few(rounds, confidence_over(timings, confidence, family))
+
+
+def unusable(timings: Sequence[Timing], confidence: float, family: int = 1) -> str | None:
+    """Why no verdict may rest on an engine's timings, one an opening, or None: disturbed, too few, or not settled."""
+    busy = next((timing.busy for timing in timings if timing.busy), None)
+    cold = None if all(timing.warm for timing in timings) else "its latency did not settle during warm-up"
+    return busy or too_few(timings, confidence, family) or cold
 
 
 def spoilt(openings: Sequence[Opening]) -> str | None:
@@ -160,10 +172,10 @@ def spoilt(openings: Sequence[Opening]) -> str | None:
     return busy or (f"{' and '.join(cold)} latency did not settle during warm-up" if cold else None)
 
 
-def confidence_over(openings: Sequence[Opening], confidence: float, family: int = 1) -> float:
-    """The confidence of the single interval that `over` gives."""
-    if len(openings) == 1:
-        return confidence_of(openings[0].timing, confidence, family)
+def confidence_over(timings: Sequence[Timing], confidence: float, family: int = 1) -> float:
+    """The confidence of the single interval that `over` gives, of an engine's timings in each opening."""
+    if len(timings) == 1:
+        return confidence_of(timings[0], confidence, family)
     return 1 - (1 - confidence) / family
 
 

@@ -1,48 +1,58 @@
-"""Finalists timed in common rounds, and what may be concluded from that."""
+"""Finalists timed in common rounds, in each of several openings, and what may be concluded from that."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from tasks.scatter import Scatter, allowance
 from tasks.stats import Interval
-from tasks.timing import Opening, Timing, confidence_of, over, unusable
+from tasks.timing import Opening, Timing, over, unusable
 
 AS_FAST = 1.05
 
 
 @dataclass(frozen=True)
 class Together:
-    """The timings of one measurement, if any; its speed-ups hold with `confidence` for all pairs together.
+    """The timings by name of each opening, if any; speed-ups hold with `confidence` for all pairs together.
 
     They allow for `reopen_sd`, or for what the two engines' openings scatter by (`Scatter.allowance`) if that is more.
     """
 
-    timings: Mapping[str, Timing] = field(default_factory=dict)
+    openings: Sequence[Mapping[str, Timing]] = ()
     confidence: float = 0.95
     reopen_sd: float = 0.0
     scatter: Scatter | None = None
 
     @property
+    def names(self) -> frozenset[str]:
+        """The engines that were timed."""
+        return frozenset(self.openings[0]) if self.openings else frozenset()
+
+    @property
     def family(self) -> int:
         """How many pairs are judged together, since any of them may turn out the fastest."""
-        return pairs(len(self.timings))
+        return pairs(len(self.names))
 
     def unusable(self, name: str) -> str | None:
         """Why nothing may be concluded of a timed engine, or None: rounds disturbed or too few, or unsettled."""
-        timing = self.timings[name]
-        return unusable(timing, confidence_of(timing, self.confidence, self.family))
+        return unusable([timings[name] for timings in self.openings], self.confidence, self.family)
 
     def usable(self, *names: str) -> bool:
         """Whether all of these were timed, and the timings may be used."""
-        return all(name in self.timings and self.unusable(name) is None for name in names)
+        return all(name in self.names and self.unusable(name) is None for name in names)
 
     def gain(self, name: str, versus: str) -> Interval:
         """How many times faster one is than another."""
-        pair = Opening(self.timings[name], self.timings[versus])
+        pair = [Opening.of(timings, name, versus) for timings in self.openings]
         allowed = allowance(self.scatter, [name, versus], self.confidence, self.family)
-        return over([pair], self.confidence, self.family, self.reopen_sd, allowed)
+        return over(pair, self.confidence, self.family, self.reopen_sd, allowed)
+
+    def typical_ms(self, name: str) -> float:
+        """The geometric mean over the openings of the median round's median."""
+        return float(np.exp(np.mean([np.log(np.median(timings[name].medians)) for timings in self.openings])))
 
     def tied(self, first: str, name: str) -> bool:
         """Whether one can't be told apart from the fastest, and isn't more than 5 % slower."""

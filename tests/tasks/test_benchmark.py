@@ -168,6 +168,10 @@ def test_further_openings_are_made_in_processes_of_their_own(
     assert report.conditions is not None and report.conditions.readings > 3 * 2 * 8
 
 
+def plan(engine: Path, baseline: Path, data: Path, params: BenchmarkParams) -> reopening.Plan:
+    return reopening.Plan({"engine": engine, "baseline": baseline}, data, [params])
+
+
 class Deadly:
     """A folder's name that ends the process that unpickles it."""
 
@@ -179,14 +183,14 @@ class Deadly:
 
 def test_a_process_that_dies_as_it_opens_an_engine_is_a_fault(artifact: Any, data_folder: Path) -> None:
     deadly: Any = Deadly()
-    with pytest.raises(Fault, match="base-ort died as it was opened again"):
-        reopening.again(deadly, artifact("base-eager"), data_folder, [BenchmarkParams(openings=2)], 1)
+    with pytest.raises(Fault, match="a process that opened base-eager and base-ort again died"):
+        reopening.again(plan(deadly, artifact("base-eager"), data_folder, BenchmarkParams(openings=2)))
 
 
 def test_what_is_wrong_in_another_process_is_said_as_in_this_one(artifact: Any, data_folder: Path) -> None:
     by_device = BenchmarkParams(openings=2, clock="device")
     with pytest.raises(Fault, match="device needs engines that run on a GPU") as caught:
-        reopening.again(artifact("base-ort"), artifact("base-eager"), data_folder, [by_device], 1)
+        reopening.again(plan(artifact("base-ort"), artifact("base-eager"), data_folder, by_device))
     assert str(caught.value.do).startswith("set benchmark.clock to host")
 
 
@@ -201,7 +205,8 @@ from tasks import reopening
 from tasks.settings import BenchmarkParams
 if __name__ == "__main__":
     params = BenchmarkParams.model_validate_json({long.model_dump_json()!r})
-    reopening.again(*map(pathlib.Path, {folders!r}), [params], 1)
+    engine, baseline, data = map(pathlib.Path, {folders!r})
+    reopening.again(reopening.Plan({{"engine": engine, "baseline": baseline}}, data, [params]))
 """
     (tmp_path / "program.py").write_text(program)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

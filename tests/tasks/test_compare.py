@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasks import layout, results
+from tasks import gates, layout, results
 from tasks.compare import WINS, _winner, compare, finalists, judged_variants
 from tasks.data import read, write
 from tasks.files import read_json, write_json
@@ -18,6 +18,7 @@ from tasks.measure import Timing
 from tasks.params import Tree, load
 from tasks.results import Variant
 from tasks.scatter import Scatter
+from tasks.settings import BenchmarkParams
 from tasks.stats import Interval
 from tasks.together import Together
 
@@ -64,12 +65,12 @@ def test_finalists_are_the_front_and_the_plain_engines(tree: Tree) -> None:
 def test_the_fastest_wins_and_among_the_tied_the_most_accurate(times: dict[str, float], winner: str) -> None:
     passed = [variant("a", 0.90, 2.0), variant("b", 0.95, 2.0)]
     timings = {n: timing(t, seed) for seed, (n, t) in enumerate(times.items())}
-    assert _winner(passed, Together(timings, 0.95)) == winner
+    assert _winner(passed, Together([timings], 0.95)) == winner
 
 
 def test_the_common_measurement_counts_before_the_separate_ones() -> None:
     passed = [variant("a", 0.9, 9.0), variant("b", 0.9, 2.0)]
-    assert _winner(passed, Together({"a": timing(2.0, 0), "b": timing(1.0, 1)}, 0.95)) == "b"
+    assert _winner(passed, Together([{"a": timing(2.0, 0), "b": timing(1.0, 1)}], 0.95)) == "b"
     assert _winner(passed, Together()) == "a"
 
 
@@ -120,6 +121,24 @@ def test_finalists_are_measured_head_to_head_in_common_rounds(tree: Tree, plante
     assert loser["reasons"][0].startswith(f"head to head, {comparison.winner} is ")
 
 
+def test_finalists_are_opened_as_often_as_a_benchmark_and_their_ranking_is_of_all_openings(
+    tree: Tree, planted: Any
+) -> None:
+    for name in ("base-ort", "slim-kd-ort"):
+        planted(name, 4.0)
+    raw = json.loads(layout.PARAMS.read_text())
+    raw["benchmark"] |= {"openings": 3, "max_width": 0.9}
+    layout.PARAMS.write_text(json.dumps(raw))
+    comparison = compare(load(layout.PARAMS), layout.DATA)
+    openings = [comparison.head_to_head, *comparison.again]
+    assert [set(timings) for timings in openings] == 3 * [{"base-ort", "slim-kd-ort"}]
+    assert comparison.conditions is not None and comparison.conditions.readings > 3 * 2 * 8
+    together = Together(openings, 0.95, raw["benchmark"].get("reopen_sd", BenchmarkParams().reopen_sd))
+    loser = ({"base-ort", "slim-kd-ort"} - {comparison.winner}).pop()
+    told = next(v["reasons"][0] for v in comparison.variants if v["name"] == loser)
+    assert told.endswith(gates.shown("speedup", together.gain(comparison.winner, loser)))
+
+
 def test_a_worse_accuracy_is_rejected_however_fast(tree: Tree, planted: Any) -> None:
     planted("slim-kd-ort", 9.0)
     planted("base-ort", 2.0)
@@ -136,7 +155,7 @@ def test_a_worse_accuracy_is_rejected_however_fast(tree: Tree, planted: Any) -> 
 def test_all_rejected_is_no_winner_and_no_measurement(tree: Tree, planted: Any) -> None:
     comparison = compare(tree, layout.DATA)
     assert comparison.winner is None
-    assert comparison.head_to_head == {}
+    assert (comparison.head_to_head, comparison.again) == ({}, [])
 
 
 def test_contents_change_with_the_records_alone(tree: Tree, planted: Any) -> None:
@@ -179,7 +198,7 @@ def common(tree: Tree, planted: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def compared(base: Timing, slim: Timing) -> Any:
         timings = {"base-ort": base, "slim-kd-ort": slim}
-        monkeypatch.setattr("tasks.compare.head_to_head", lambda *_: (timings, None))
+        monkeypatch.setattr("tasks.compare.head_to_head", lambda *_: ([timings], None))
         found = compare(tree, layout.DATA)
         return found.winner, {v["name"]: v["reasons"] for v in found.variants}
 
@@ -321,10 +340,25 @@ def test_more_engines_in_the_tree_ask_each_for_more(tree: Tree, planted: Any) ->
     assert many.reasons[0].startswith("8 rounds can't give an interval of confidence 99.87")
 
 
+def test_several_openings_head_to_head_tell_more_than_one_and_one_bad_one_spoils_them() -> None:
+    openings = [{"a": timing(1.0, 2 * seed), "b": timing(1.03, 2 * seed + 1)} for seed in range(3)]
+    one, three = Together(openings[:1], 0.95, 0.02), Together(openings, 0.95, 0.02)
+    assert one.tied("a", "b") and not three.tied("a", "b")
+    assert one.typical_ms("b") == pytest.approx(1.03, rel=0.01)
+    swift = Together([{"a": timing(1.0, 0)}, {"a": timing(4.0, 1)}])
+    assert swift.typical_ms("a") == pytest.approx(2.0, rel=0.01)
+    spoilt = [openings[0], {**openings[1], "b": replace(openings[1]["b"], busy="other processes took its cores")}]
+    assert Together(spoilt, 0.95).unusable("b") == "other processes took its cores"
+    assert Together(spoilt, 0.95).usable("a") and not Together(spoilt, 0.95).usable("a", "b")
+    few = [{name: replace(t, medians=t.medians[:2]) for name, t in timings.items()} for timings in openings]
+    assert "rounds can't give" in str(Together(few[:2], 0.95).unusable("a"))
+    assert Together(few, 0.95).unusable("a") is None
+
+
 def test_a_pair_head_to_head_allows_for_its_own_two_engines_alone() -> None:
     timings = {"a": timing(1.0, 0), "b": timing(1.04, 1), "restless": timing(1.04, 2)}
     found = Scatter({"a": 0.001, "b": 0.001, "restless": 0.2}, 6.0, 0.001, 6, None)
-    together = Together(timings, 0.95, 0.002, found)
+    together = Together([timings], 0.95, 0.002, found)
     assert together.gain("a", "b").low > 1 and not together.tied("a", "b")
     assert together.gain("a", "restless").low < 1 and together.tied("a", "restless")
-    assert together.gain("a", "b") == Together(timings, 0.95, 0.002).gain("a", "b")
+    assert together.gain("a", "b") == Together([timings], 0.95, 0.002).gain("a", "b")

@@ -14,7 +14,6 @@ from tasks.files import read_json, write_json
 from tasks.openings import of_record
 from tasks.params import Tree
 from tasks.scatter import PRIOR_AT_MOST, moderated
-from tasks.settings import BenchmarkParams
 from tasks.stats import Interval
 from tasks.timing import Opening, over
 
@@ -163,20 +162,17 @@ def test_two_engines_head_to_head_are_held_equal_as_often_as_it_says(base: float
     assert wrong <= 0.05 * trees + 2 * (0.05 * 0.95 * trees) ** 0.5
 
 
-def test_a_few_openings_count_for_more_than_their_spread_says_and_never_less_than_assumed() -> None:
-    params = BenchmarkParams(reopen_sd=0.01, confidence=0.95, openings=3)
-    found = {1: scatter.Scatter({"a": 0.04, "b": 0.02}, 6.0, 0.01, 8, None)}
+def test_a_few_openings_count_for_more_than_their_spread_says() -> None:
+    found = scatter.Scatter({"a": 0.04, "b": 0.02}, 6.0, 0.01, 8, None)
 
     def allowed(names: list[str], family: int = 1) -> float:
-        return scatter.settings(params, found, names, family).reopen_sd
+        return scatter.allowance(found, names, 0.95, family)
 
-    assert scatter.settings(params, {}, ["a"]).reopen_sd == 0.01
-    assert scatter.settings(params, found, ["a"]).openings == 1
+    assert scatter.allowance(None, ["a"], 0.95) == 0
     assert allowed(["a"]) == pytest.approx(0.04 * 2.447 / 1.960, rel=1e-3)  # Student's t of 6 degrees of freedom.
     assert allowed(["b"]) == pytest.approx(0.02 * 2.447 / 1.960, rel=1e-3)
     assert allowed(["unknown"]) == allowed(["a"])
     assert allowed(["a", "b"]) == pytest.approx(np.hypot(0.04, 0.02) * 2.447 / 1.960, rel=1e-3)
     assert allowed(["b"], family=9) > allowed(["b"])
-    quiet = {1: scatter.Scatter({"a": 0.001}, 6.0, 0.03, 8, None)}
-    assert scatter.settings(params, quiet, ["a"]).reopen_sd == pytest.approx(0.03 * 2.306 / 1.960, rel=1e-3)
-    assert scatter.settings(params, {1: scatter.Scatter({"a": 1e-4}, 6.0, 1e-4, 8, None)}, ["a"]).reopen_sd == 0.01
+    quiet = scatter.Scatter({"a": 0.001}, 6.0, 0.03, 8, None)
+    assert scatter.allowance(quiet, ["a"], 0.95) == pytest.approx(0.03 * 2.306 / 1.960, rel=1e-3)

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from tasks import layout, params
-from tasks import promote as promoting
+from tasks import challenge, layout, params
 from tasks.data import read, write
 from tasks.errors import Fault
 from tasks.files import read_json
@@ -98,13 +97,13 @@ def test_the_challenge_is_kept_with_its_openings_and_the_machine_meanwhile(recor
 def test_a_challenge_that_can_not_be_used_leaves_the_champion(
     recorded: Any, change: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = promoting._side_by_side
+    real = challenge._side_by_side
 
     def spoilt(*given: Any) -> Any:
         opened, conditions = real(*given)
         return [replace(one, timing=replace(one.timing, **change)) for one in opened], conditions
 
-    monkeypatch.setattr(promoting, "_side_by_side", spoilt)
+    monkeypatch.setattr(challenge, "_side_by_side", spoilt)
     recorded.promote("wide-ort")
     report = recorded.promote("thin-ort")
     assert report.versus_champion.low > 1
