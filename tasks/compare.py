@@ -73,7 +73,8 @@ def judged_variants(tree: Tree, reopened: results.Reopened | None = None) -> lis
 
 def _usable(variant: Variant, tree: Tree, inputs_sha256: str) -> Variant:
     """The variant, failed if a number of it isn't finite, or if it was timed otherwise than settings and data ask."""
-    intervals = (variant.accuracy, variant.accuracy_change, variant.speedup, *variant.speedup_at.values())
+    intervals = [variant.accuracy, variant.accuracy_change, variant.speedup, *variant.speedup_at.values()]
+    intervals += [*variant.latency_bounds_ms.values(), *variant.throughput_bounds.values()]
     numbers = [v for i in intervals if i for v in (i.value, i.low, i.high)]
     numbers += [v for v in (*(variant.latency_ms or {}).values(), *variant.throughput_at.values()) if v is not None]
     if not all(math.isfinite(v) for v in (*numbers, variant.throughput_per_s or 1.0)):

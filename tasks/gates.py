@@ -10,10 +10,13 @@ from tasks.results import Variant
 from tasks.settings import Bound, GateParams
 from tasks.stats import Interval, needed
 
+# The value of a time, and its interval.
+TIMED: dict[str, Callable[[Variant], tuple[float | None, Interval | None]]] = {
+    "latency_ms": lambda v: (v.latency_ms["p50"] if v.latency_ms else None, v.latency_bounds_ms.get("p50")),
+    "latency_ms_p99": lambda v: (v.latency_ms["p99"] if v.latency_ms else None, v.latency_bounds_ms.get("p99")),
+    "throughput_per_s": lambda v: (v.throughput_per_s, v.throughput_bounds.get(_batch(v))),
+}
 POINTS: dict[str, Callable[[Variant], float | None]] = {
-    "latency_ms": lambda v: v.latency_ms["p50"] if v.latency_ms else None,
-    "latency_ms_p99": lambda v: v.latency_ms["p99"] if v.latency_ms else None,
-    "throughput_per_s": lambda v: v.throughput_per_s,
     "size_bytes": lambda v: v.size_bytes.get("engine"),
     "memory_bytes": lambda v: v.cost.memory_bytes,
     "first_inference_s": lambda v: v.cost.first_inference_s,
@@ -48,7 +51,9 @@ def failures(variant: Variant, gates: GateParams, only: tuple[str, ...] | None =
 
 
 def metric(variant: Variant, name: str) -> Interval | None:
-    """The interval of a metric that gates can name; a point where no interval is recorded."""
+    """The interval of a metric that gates can name; of sizes, memory and start, which have none, the point."""
+    if name in TIMED:
+        return TIMED[name](variant)[1]
     if name in POINTS:
         point = POINTS[name](variant)
         return None if point is None else Interval(point, point, point)
@@ -59,7 +64,7 @@ def metric(variant: Variant, name: str) -> Interval | None:
 def _gate(name: str, bound: Bound, variant: Variant) -> list[str]:
     got = metric(variant, name)
     if got is None or not all(math.isfinite(v) for v in (got.value, got.low, got.high)):
-        return [f"{name} has no finite number{_why(name, variant)}"]
+        return [_unknown(name, variant)]
     faults = []
     if name == "energy_mj" and variant.cost.energy_disturbed:
         faults.append(f"{name} was measured in a disturbed window: {variant.cost.energy_disturbed}")
@@ -70,8 +75,20 @@ def _gate(name: str, bound: Bound, variant: Variant) -> list[str]:
     return faults
 
 
+def _batch(variant: Variant) -> str:
+    return str(variant.latency_ms["batch"]) if variant.latency_ms else ""
+
+
+def _unknown(name: str, variant: Variant) -> str:
+    """That a metric has no number, or no interval, and why, as far as it is known."""
+    value = TIMED[name](variant)[0] if name in TIMED else None
+    if value is None or not math.isfinite(value) or not variant.latency_ms:
+        return f"{name} has no finite number{_why(name, variant)}"
+    told = f"{variant.latency_ms['n']} calls in windows that differ so much don't bound it"
+    return f"{name} {shown(name, value)} has no interval: {told}; raise benchmark.rounds or window_ms"
+
+
 def _why(name: str, variant: Variant) -> str:
-    """Why a metric has no number, as far as it is known."""
     if name == "energy_mj" and variant.cost.energy_reason:
         return f": {variant.cost.energy_reason}"
     percent = {"latency_ms": 50, "latency_ms_p99": 99}.get(name)

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tasks import sequential
+from tasks import clustered, sequential
 from tasks.disturbance import Host, settle
 from tasks.disturbance import load_average as load_average
 from tasks.engines.protocol import Session
 from tasks.errors import Fault
 from tasks.settings import BenchmarkParams
-from tasks.stats import percentile, ratio
+from tasks.stats import Interval, percentile, ratio
 from tasks.target import last_level_cache_bytes
 from tasks.timing import Timing as Timing
 from tasks.timing import confidence_of as confidence_of
@@ -247,7 +247,8 @@ class Measurement:
 
     def _timing(self, name: str, kept: list[dict[str, Window]]) -> Timing:
         params, n = self.params, len(kept)
-        samples = np.concatenate([r[name].samples for r in kept])
+        windows = [np.array(r[name].samples) for r in kept]
+        samples = np.concatenate(windows)
         mean, single = float(samples.mean()), params.clock == "host"
         clean = len(self._clean())
         reasons = sorted({reason for counted in self.discarded.values() for reason in counted})
@@ -268,7 +269,16 @@ class Measurement:
             reopen_sd=params.reopen_sd,
             discarded=dict(self.discarded[name]),
             busy=told if clean < n else None,
+            bounds=self._bounds(windows, [50, 90, 99] if single else [50]),
         )
+
+    def _bounds(self, windows: list[np.ndarray], percents: list[int]) -> dict[str, Interval]:
+        batch, sure = self.params.batch, self.params.confidence
+        found = {f"p{q}": clustered.percentile(windows, q, sure) for q in percents}
+        if (mean := clustered.mean(windows, sure)) and mean.low > 0:
+            rates = (batch / ms * 1e3 for ms in (mean.value, mean.high, mean.low))
+            found["throughput_per_s"] = Interval(*rates)
+        return {name: interval for name, interval in found.items() if interval}
 
 
 def require_clock(sessions: Mapping[str, Session], clock: str) -> None:

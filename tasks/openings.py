@@ -58,6 +58,20 @@ def throughput(timed: Mapping[str, Any]) -> float:
     return _mean([opening.timing.throughput_per_s for opening in of_record(timed)])
 
 
+def bounds(timed: Mapping[str, Any]) -> dict[str, Interval]:
+    """Intervals of p50, p90, p99 and `throughput_per_s`, by name: from the lowest end of an opening's to the highest.
+
+    So each holds what every opening took, and the mean of all. One that some opening doesn't know isn't given.
+    """
+    found, told = [opening.timing.bounds for opening in of_record(timed)], latency(timed)
+    values = {**{key: told[key] for key in ("p50", "p90", "p99")}, "throughput_per_s": throughput(timed)}
+    return {
+        key: Interval(value, min(one[key].low for one in found), max(one[key].high for one in found))
+        for key, value in values.items()
+        if value is not None and all(key in one for one in found)
+    }
+
+
 def _mean(values: Sequence[float]) -> float:
     return values[0] if len(values) == 1 else geometric_mean(values)
 

@@ -20,6 +20,25 @@ def bytes_text(value: float | None) -> str:
     return f"{value / 1024:,.0f} KiB" if value < 2**20 else f"{value / 2**20:,.1f} MiB"
 
 
+def timed(variant: dict[str, Any], percentile: str) -> str:
+    """A percentile of a call's milliseconds with its interval, or that nothing bounds it; a dash if it isn't known."""
+    value = variant["latency_ms"][percentile] if variant["latency_ms"] else None
+    if value is None:
+        return "–"
+    found = variant.get("latency_bounds_ms", {}).get(percentile)
+    if not found:
+        return f"{value:.3f} ms, not bounded"
+    return "{value:.3f} ms [{low:.3f}, {high:.3f}]".format(**found)
+
+
+def throughput(variant: dict[str, Any], batch: str) -> str:
+    """Samples a second at a batch of the scorecard, with the interval where it is known."""
+    found = variant.get("throughput_bounds", {}).get(batch)
+    if not found:
+        return f"{rate(variant['plaster']['throughput'][batch])}/s"
+    return f"{rate(found['value'])}/s [{rate(found['low'])}, {rate(found['high'])}]"
+
+
 def rate(value: float) -> str:
     """A rate to three digits, or whole above a thousand."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
@@ -45,19 +64,19 @@ def batches(summary: dict[str, Any]) -> list[str]:
 def cells(variant: dict[str, Any]) -> dict[str, str]:
     """A scorecard's letters as text; dashes where nothing was measured, throughput as `throughput_BATCH`."""
     card = variant["plaster"]
-    steps, latency, learning = card["programmability"], card["latency"], card["rate_of_learning"]
-    efficiency, p99 = card["energy_efficiency"]["inferences_per_joule"], latency["p99_ms"] if latency else None
+    steps, learning = card["programmability"], card["rate_of_learning"]
+    efficiency = card["energy_efficiency"]["inferences_per_joule"]
     return {
         "variant": " = ".join((variant["name"], *variant["also"])),
         "steps": str(steps["steps"]),
         "settings": str(steps["settings"]),
         "backends": ", ".join(steps["backends"]),
-        "latency": f"{latency['p50_ms']:.3f} ms" if latency and latency["p50_ms"] is not None else "–",
-        "latency_p99": f"{p99:.3f} ms" if p99 is not None else "–",
+        "latency": timed(variant, "p50"),
+        "latency_p99": timed(variant, "p99"),
         "accuracy": shown("accuracy", Interval(**card["accuracy"])) if card["accuracy"] else "–",
         "size": bytes_text(card["size"]["engine_bytes"]),
         "memory": bytes_text(card["size"]["memory_bytes"]),
-        **{f"throughput_{batch}": f"{rate(value)}/s" for batch, value in card["throughput"].items()},
+        **{f"throughput_{batch}": throughput(variant, batch) for batch in card["throughput"]},
         "energy": _per_joule(efficiency) if efficiency else "–",
         "learning": _learning(learning),
         "verdict": variant["verdict"],

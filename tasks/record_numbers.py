@@ -13,8 +13,10 @@ from tasks.files import digest_of
 from tasks.gates import metric
 from tasks.params import Tree
 from tasks.results import Variant
+from tasks.stats import Interval
 
-METRICS = ("accuracy", "accuracy_change", "speedup", "latency_ms", "energy_mj")
+METRICS = ("accuracy", "accuracy_change", "speedup", "energy_mj")
+LATENCIES = {"p50": "latency_ms", "p90": "latency_ms_p90", "p99": "latency_ms_p99"}
 NUMBERS = ("load_s", "first_inference_s", "memory_bytes", "host_peak_bytes", "device_peak_bytes", "activation_bytes")
 
 
@@ -71,20 +73,26 @@ def flat_metrics(variant: Variant) -> dict[str, float]:
     for name in METRICS:
         if got := metric(variant, name):
             flat |= got.named(name)
-    for key in ("p90", "p99"):
-        if variant.latency_ms and variant.latency_ms[key] is not None:
-            flat[f"latency_ms_{key}"] = float(variant.latency_ms[key] or 0)
+    for key, name in LATENCIES.items():
+        if variant.latency_ms and (value := variant.latency_ms[key]) is not None:
+            flat |= _timed(name, value, variant.latency_bounds_ms.get(key))
     if net := variant.cost.energy_net_mj:
         flat |= net.named("energy_net_mj")
     flat |= {name: float(value) for name in NUMBERS if (value := getattr(variant.cost, name)) is not None}
-    flat |= {f"throughput_per_s_batch_{batch}": value for batch, value in variant.throughput_at.items()}
+    for batch, value in variant.throughput_at.items():
+        flat |= _timed(f"throughput_per_s_batch_{batch}", value, variant.throughput_bounds.get(batch))
     for batch, gain in variant.speedup_at.items():
         flat |= gain.named(f"speedup_batch_{batch}")
     for parity in variant.evidence.parity if variant.evidence else ():
         flat[f"parity_{re.sub('[^A-Za-z0-9_. /-]', '_', parity['output'])}"] = float(parity["difference"])
-    if variant.throughput_per_s is not None:
-        flat["throughput_per_s"] = variant.throughput_per_s
+    if variant.latency_ms and variant.throughput_per_s is not None:
+        bounds = variant.throughput_bounds.get(str(variant.latency_ms["batch"]))
+        flat |= _timed("throughput_per_s", variant.throughput_per_s, bounds)
     return {name: value for name, value in flat.items() if math.isfinite(value)}
+
+
+def _timed(name: str, value: float, bounds: Interval | None) -> dict[str, float]:
+    return {**(bounds.named(name) if bounds else {}), name: float(value)}
 
 
 def paired_metrics(compared: Accuracy) -> dict[str, float]:

@@ -119,6 +119,8 @@ def _entry(tree: Tree, variant: Variant, run: str | None) -> dict[str, Any]:
         "clock",
         "throughput_per_s",
         "throughput_at",
+        "latency_bounds_ms",
+        "throughput_bounds",
         "size_bytes",
         "evidence",
         "verdict",
@@ -190,7 +192,6 @@ def row(variant: dict[str, Any]) -> dict[str, str]:
         for k in ("accuracy", "accuracy_change", "speedup")
     }
     cells = {k: shown(k, i) if i else "–" for k, i in interval.items()}
-    latency = variant["latency_ms"]
     return {
         "variant": " = ".join((variant["name"], *variant["also"])),
         "lineage": " → ".join(variant["lineage"]),
@@ -198,7 +199,7 @@ def row(variant: dict[str, Any]) -> dict[str, str]:
         **cells,
         **report_proof.cells(variant),
         **{f"speedup_{batch}": _times(value) for batch, value in variant["speedup_at"].items()},
-        "latency": f"{latency['p50']:.3f} ms" if latency and latency["p50"] else "–",
+        "latency": plaster_page.timed(variant, "p50"),
         "memory": plaster_page.bytes_text(variant.get("memory_bytes")),
         "energy": _energy(variant),
         "size": f"{variant['size_bytes']['engine'] / 1024:,.0f} KiB" if variant["size_bytes"] else "–",

@@ -19,6 +19,7 @@ from tasks.stats import Interval, mean_score, paired_change
 from tasks.timing import over, too_few
 
 Reopened = Mapping[int, Scatter]
+RATE = "throughput_per_s"
 KINDS = {**dict.fromkeys(MODEL_STEPS, "model"), "export": "onnx", "quantize": "onnx"}
 
 
@@ -48,7 +49,9 @@ class Variant:
 
     `latency_ms`, `throughput_per_s` and `speedup` are of one batch size, `latency_ms["batch"]`;
     `speedup_at` and `throughput_at` hold those at others, by batch, without the ones whose timing was unstable.
-    `clock` is the one of all times. `also` names variants whose engine has the same bytes and settings.
+    `latency_bounds_ms` holds intervals of the percentiles in `latency_ms`, by name, and `throughput_bounds` those of
+    throughput, by batch, `latency_ms["batch"]` too, as far as they are known. `clock` is the one of all times. `also`
+    names variants whose engine has the same bytes and settings.
     """
 
     name: str
@@ -63,6 +66,8 @@ class Variant:
     speedup: Interval | None = None
     speedup_at: dict[str, Interval] = field(default_factory=dict)
     throughput_at: dict[str, float] = field(default_factory=dict)
+    latency_bounds_ms: dict[str, Interval] = field(default_factory=dict)
+    throughput_bounds: dict[str, Interval] = field(default_factory=dict)
     clock: str = "host"
     versus: str = ""
     size_bytes: dict[str, int] = field(default_factory=dict)
@@ -85,7 +90,8 @@ def restore(raw: dict[str, Any]) -> Variant:
     intervals: dict[str, Any] = {
         k: Interval(**raw[k]) if raw[k] else None for k in ("accuracy", "accuracy_change", "speedup")
     }
-    intervals["speedup_at"] = {batch: Interval(**value) for batch, value in raw["speedup_at"].items()}
+    for several in ("speedup_at", "latency_bounds_ms", "throughput_bounds"):
+        intervals[several] = {key: Interval(**value) for key, value in raw.get(several, {}).items()}
     evidence = raw.get("evidence")
     intervals["evidence"] = Evidence(**{**evidence, "parity": tuple(evidence["parity"])}) if evidence else None
     intervals["cost"] = costs.restored(raw.get("cost", {}))
@@ -189,6 +195,8 @@ def _measured(tree: Tree, variant: Variant, reopened: Reopened) -> Variant:
     scores, against = read(layout.scores(name))["scores"], read(layout.scores(baseline))["scores"]
     unstable = timed["unstable"] or _undecided(tree, timed)
     stable = {str(at["timing"]["batch"]): at for at in timed["also"] if not at["unstable"]}
+    bounds = openings.bounds(timed)
+    by_batch = {str(timed["timing"]["batch"]): bounds, **{b: openings.bounds(at) for b, at in stable.items()}}
     return replace(
         variant,
         accuracy=mean_score(scores, tree.params.evaluate.confidence),
@@ -199,6 +207,8 @@ def _measured(tree: Tree, variant: Variant, reopened: Reopened) -> Variant:
         speedup=_gain(tree, name, timed, reopened),
         speedup_at={batch: _gain(tree, name, at, reopened) for batch, at in stable.items()},
         throughput_at={batch: openings.throughput(at) for batch, at in stable.items()},
+        latency_bounds_ms={key: found for key, found in bounds.items() if key != RATE},
+        throughput_bounds={batch: at[RATE] for batch, at in by_batch.items() if RATE in at},
         clock=timed["timing"]["clock"],
         verdict="unstable" if unstable else "",
         reasons=(

@@ -28,9 +28,10 @@ class Timing:
 
     `medians` holds one median a round, paired by round with the other engines' of the same
     measurement. A percentile is None where there are too few samples for it, or where a sample is a mean of
-    several calls, as with the device's clock. `looks` are the numbers of rounds after which the measurement could
-    have stopped, up to its end, and `horizon` the most there could have been. `reopen_sd` is how far two openings of
-    one engine differ, as a share. `discarded` counts windows thrown
+    several calls, as with the device's clock. `bounds` holds intervals of p50, p90, p99 and throughput_per_s, as far as
+    they are known (see `clustered`): of what this opening's windows tell, at the benchmark's confidence. `looks` are
+    the numbers of rounds after which the measurement could have stopped, up to its end, `horizon` the most there could
+    have been. `reopen_sd` is how far two openings of one engine differ, as a share. `discarded` counts windows thrown
     away, by reason; `busy` says that too many were, and that disturbed ones had to be used.
     """
 
@@ -49,11 +50,13 @@ class Timing:
     reopen_sd: float = 0.0
     discarded: dict[str, int] = field(default_factory=dict)
     busy: str | None = None
+    bounds: dict[str, Interval] = field(default_factory=dict)
 
 
 def restored(raw: Mapping[str, Any]) -> Timing:
     """A timing from its JSON form."""
-    return Timing(**{**raw, **{key: tuple(raw.get(key, ())) for key in ("medians", "looks")}})
+    bounds = {key: Interval(**found) for key, found in raw.get("bounds", {}).items()}
+    return Timing(**{**raw, **{key: tuple(raw.get(key, ())) for key in ("medians", "looks")}, "bounds": bounds})
 
 
 def inputs_of(specs: Sequence[TensorSpec], samples: Arrays, length: int | None) -> Arrays:

@@ -24,6 +24,8 @@ GOOD = Variant(
     latency_ms={"p50": 2.0, "p90": None, "p99": None, "n": 30, "batch": 1},
     speedup=Interval(2.0, 1.8, 2.2),
     throughput_per_s=500.0,
+    latency_bounds_ms={"p50": Interval(2.0, 1.9, 2.1)},
+    throughput_bounds={"1": Interval(500.0, 490.0, 510.0)},
     size_bytes={"model": 900, "engine": 1000},
     cost=Cost(energy_mj=Interval(3.0, 2.9, 3.1), first_inference_s=0.5, host_peak_bytes=5000, device_peak_bytes=None),
     verdict="",
@@ -62,9 +64,9 @@ def test_the_whole_interval_of_the_speedup_must_lie_above_one(low: float, passes
     [
         ({"accuracy": Bound(min=0.885)}, "accuracy 90.0% [88.0%, 92.0%] is not above 88.5%"),
         ({"accuracy": Bound(max=0.91)}, "is not below 91.0%"),
-        ({"latency_ms": Bound(max=1.5)}, "latency_ms 2.000 ms is not below 1.500 ms"),
+        ({"latency_ms": Bound(max=2.05)}, "latency_ms 2.000 ms [1.900 ms, 2.100 ms] is not below 2.050 ms"),
         ({"size_bytes": Bound(max=1000)}, "size_bytes 1,000 is not below 1,000"),
-        ({"throughput_per_s": Bound(min=500)}, "throughput_per_s 500 is not above 500"),
+        ({"throughput_per_s": Bound(min=495)}, "throughput_per_s 500 [490, 510] is not above 495"),
         ({"memory_bytes": Bound(max=4999)}, "memory_bytes 5,000 is not below 4,999"),
         ({"first_inference_s": Bound(max=0.5)}, "first_inference_s 0.5 s is not below 0.5 s"),
         ({"energy_mj": Bound(max=3.05)}, "energy_mj 3 mJ [2.9 mJ, 3.1 mJ] is not below 3.05 mJ with its whole"),
@@ -83,12 +85,21 @@ def test_numbers_within_the_gates_of_energy_memory_and_start_pass() -> None:
         "energy_mj": Bound(max=3.2),
         "memory_bytes": Bound(max=5001),
         "first_inference_s": Bound(max=0.6),
-        "throughput_per_s": Bound(min=499),
+        "throughput_per_s": Bound(min=489),
+        "latency_ms": Bound(max=2.2),
     }
     assert verdict(GOOD, **gates) == ("passed", ())
-    p99 = replace(GOOD, latency_ms={"p50": 2.0, "p90": 2.2, "p99": 2.5, "n": 700, "batch": 1})
-    assert verdict(p99, latency_ms_p99=Bound(max=2.6)) == ("passed", ())
-    assert verdict(p99, latency_ms_p99=Bound(max=2.5))[0] == "rejected"
+    times = {"p50": 2.0, "p90": 2.2, "p99": 2.5, "n": 700, "batch": 1}
+    p99 = replace(GOOD, latency_ms=times, latency_bounds_ms={"p99": Interval(2.5, 2.3, 2.6)})
+    assert verdict(p99, latency_ms_p99=Bound(max=2.7)) == ("passed", ())
+    assert verdict(p99, latency_ms_p99=Bound(max=2.55))[0] == "rejected"
+    assert verdict(replace(p99, latency_bounds_ms={}), latency_ms_p99=Bound(max=9)) == (
+        "rejected",
+        (
+            "latency_ms_p99 2.500 ms has no interval: 700 calls in windows that differ so much don't bound it; "
+            "raise benchmark.rounds or window_ms",
+        ),
+    )
 
 
 def test_memory_is_that_of_the_device_that_the_engine_runs_on() -> None:
@@ -107,7 +118,11 @@ def test_memory_is_that_of_the_device_that_the_engine_runs_on() -> None:
         ),
         ({"cost": Cost()}, {"memory_bytes": Bound(max=9)}, "memory_bytes has no finite number"),
         ({"cost": Cost()}, {"first_inference_s": Bound(max=9)}, "first_inference_s has no finite number"),
-        ({"throughput_per_s": None}, {"throughput_per_s": Bound(min=1)}, "throughput_per_s has no finite number"),
+        (
+            {"throughput_per_s": None, "throughput_bounds": {}},
+            {"throughput_per_s": Bound(min=1)},
+            "throughput_per_s has no finite number",
+        ),
         (
             {},
             {"latency_ms_p99": Bound(max=9)},
@@ -121,7 +136,11 @@ def test_memory_is_that_of_the_device_that_the_engine_runs_on() -> None:
             "no p99 of single ones",
         ),
         (
-            {"clock": "device", "latency_ms": {"p50": None, "p90": None, "p99": None, "n": 9, "batch": 1}},
+            {
+                "clock": "device",
+                "latency_ms": {"p50": None, "p90": None, "p99": None, "n": 9, "batch": 1},
+                "latency_bounds_ms": {},
+            },
             {"latency_ms": Bound(max=9)},
             "latency_ms has no finite number: it takes 11 calls, 9 were timed; raise benchmark.rounds or window_ms",
         ),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import Any
 
@@ -72,6 +73,10 @@ def test_a_timing_is_made_of_its_rounds(params: Any) -> None:
     assert timing.n >= 8 * 3
     assert timing.throughput_per_s == pytest.approx(4 / timing.mean * 1e3)
     assert (timing.p50 is None, timing.p99) == (timing.n < 11, None)
+    rate = timing.bounds["throughput_per_s"]
+    assert rate.value == pytest.approx(timing.throughput_per_s) and rate.low <= rate.value <= rate.high
+    assert ("p50" in timing.bounds, "p99" in timing.bounds) == (timing.n >= 11, False)
+    assert measure.restored(json.loads(json.dumps(asdict(timing)))) == timing
 
 
 def test_every_call_is_synchronized_in_random_rounds_on_rotating_inputs(params: Any) -> None:

@@ -13,6 +13,7 @@ from tasks import layout, openings
 from tasks.files import read_json
 from tasks.openings import spread
 from tasks.params import Tree
+from tasks.stats import Interval
 from tasks.timing import Opening, Timing, over
 
 
@@ -120,13 +121,17 @@ def test_numbers_of_several_openings_are_their_mean_and_their_highest_percentile
 
     def opened(p50: float, p99: float | None, n: int) -> dict[str, Any]:
         timing = {**raw["timing"], "p50": p50, "p90": 2 * p50, "p99": p99, "n": n, "throughput_per_s": 1 / p50}
+        timing["bounds"] = {"p50": {"value": p50, "low": 0.9 * p50, "high": 1.2 * p50}}
+        timing["bounds"] |= {"p99": {"value": p99, "low": p99 - 1, "high": p99 + 2}} if p99 else {}
         return {"timing": timing, "baseline": raw["baseline"]}
 
     record = {**raw, **opened(1.0, 3.0, 900), "again": [opened(4.0, 9.0, 800)]}
     told = openings.latency(record)
     assert told == {"p50": pytest.approx(2.0), "p90": 8.0, "p99": 9.0, "n": 800, "batch": raw["timing"]["batch"]}
     assert openings.throughput(record) == pytest.approx(0.5)
-    assert openings.latency({**record, "again": [opened(4.0, None, 10)]})["p99"] is None
+    assert openings.bounds(record) == {"p50": Interval(2.0, 0.9, 4.8), "p99": Interval(9.0, 2.0, 11.0)}
+    short = {**record, "again": [opened(4.0, None, 10)]}
+    assert openings.latency(short)["p99"] is None and "p99" not in openings.bounds(short)
 
 
 def test_several_openings_give_their_mean_and_a_narrower_interval(tree: Tree) -> None:

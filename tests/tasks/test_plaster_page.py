@@ -28,7 +28,9 @@ def variant(name: str, verdict: str = "passed", p50: float | None = 2.0, **lette
         "rate_of_learning": {"seconds": 61.0, "at_least": False, "reason": None, "by_stage": {}},
         **letters,
     }
-    return {"name": name, "also": [], "verdict": verdict, "speedup": None, "plaster": card}
+    latency = {"p50": p50, "p90": None, "p99": None, "n": 30, "batch": 1} if p50 else None
+    times = {"latency_ms": latency, "latency_bounds_ms": {}, "throughput_bounds": {}}
+    return {"name": name, "also": [], "verdict": verdict, "speedup": None, "plaster": card, **times}
 
 
 def summary(*variants: dict[str, Any]) -> dict[str, Any]:
@@ -36,19 +38,21 @@ def summary(*variants: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_card_as_text() -> None:
-    card = cells(variant("best"))
+    bounds = {"p50": {"value": 2.0, "low": 1.9, "high": 2.25}}
+    rates = {"32": {"value": 9000.0, "low": 8700.4, "high": 9100.0}}
+    card = cells({**variant("best"), "latency_bounds_ms": bounds, "throughput_bounds": rates})
     assert card == {
         "variant": "best",
         "steps": "4",
         "settings": "9",
         "backends": "onnxruntime, tensorrt",
-        "latency": "2.000 ms",
+        "latency": "2.000 ms [1.900, 2.250]",
         "latency_p99": "–",
         "accuracy": "90.0% [88.0%, 92.0%]",
         "size": "2 KiB",
         "memory": "3.0 MiB",
         "throughput_1": "500/s",
-        "throughput_32": "9,000/s",
+        "throughput_32": "9,000/s [8,700, 9,100]",
         "energy": "–",
         "learning": "61 s",
         "verdict": "passed",
@@ -60,6 +64,7 @@ def test_a_lower_bound_is_shown_as_one_and_a_missing_number_as_a_dash() -> None:
     assert cells(variant("v", rate_of_learning=learning))["learning"] == "≥ 2.2 min"
     unknown = {**learning, "seconds": None, "at_least": False, "reason": "no time is recorded of build@v"}
     assert cells(variant("v", rate_of_learning=unknown))["learning"] == "–"
+    assert cells(variant("v"))["latency"] == "2.000 ms, not bounded"
     bare = cells(variant("v", p50=None))
     assert (bare["latency"], bare["accuracy"], bare.get("throughput_1")) == ("–", "–", None)
 

@@ -44,6 +44,9 @@ def test_a_variants_numbers_are_those_of_its_records(tree: Tree) -> None:
     assert variant.speedup == Interval(**timed["speedup"])
     assert variant.latency_ms == {k: timed["timing"][k] for k in ("p50", "p90", "p99", "n", "batch")}
     assert variant.throughput_per_s == timed["timing"]["throughput_per_s"]
+    bounds = {key: Interval(**found) for key, found in timed["timing"]["bounds"].items()}
+    assert variant.throughput_bounds["1"] == bounds.pop("throughput_per_s")
+    assert variant.latency_bounds_ms == bounds and "p50" in bounds
     assert variant.clock == timed["timing"]["clock"] == "host"
     assert variant.cost.first_inference_s == timed["footprint"]["first_inference_s"]
     assert variant.cost.memory_bytes == timed["footprint"]["host_peak_bytes"]

@@ -266,13 +266,14 @@ def test_markdown_has_each_scorecard_its_roofline_and_its_engines_digest(summary
             "energy_efficiency": {"inferences_per_joule": {"value": 9.0, "low": 8.0, "high": 10.0}, "reason": None},
             "rate_of_learning": {"seconds": 65.0, "at_least": False, "reason": None, "by_stage": {}},
         },
+        "latency_bounds_ms": {"p50": {"value": 1.0, "low": 0.9, "high": 1.25}},
         "energy_net_mj": {"value": 2.0, "low": 1.9, "high": 2.1},
         "roofline": {"bound_ms": 0.5, "over": 3.0, "limit": "bytes", "batch": 1},
         "engine_sha256": "abcdef0123456789",
     }
     lines = markdown(summary).splitlines()
     (row,) = [line for line in lines if "abcdef01" in line]
-    for told in ("1.500 ms", "9,000/s", "2 mJ [1.9 mJ, 2.1 mJ]", "65 s", "3.0 × of 0.5 ms, bytes"):
+    for told in ("1.000 ms [0.900, 1.250]", "9,000/s", "2 mJ [1.9 mJ, 2.1 mJ]", "65 s", "3.0 × of 0.5 ms, bytes"):
         assert f"| {told} |" in row
     head = next(line for line in lines if "over its roofline" in line)
     assert head.count("|") == row.count("|")

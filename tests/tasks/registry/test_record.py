@@ -77,6 +77,8 @@ def test_a_run_holds_lineage_numbers_tags_and_files(place: Any) -> None:
     assert metrics["accuracy"] == variant["accuracy"]["value"]
     assert metrics["speedup_low"] == variant["speedup"]["low"]
     assert metrics["latency_ms"] == variant["latency_ms"]["p50"]
+    assert metrics["latency_ms_high"] == variant["latency_bounds_ms"]["p50"]["high"]
+    assert metrics["throughput_per_s_low"] == variant["throughput_bounds"]["16"]["low"]
     assert metrics["size_bytes_engine"] == variant["size_bytes"]["engine"]
     assert metrics["first_inference_s"] == variant["cost"]["first_inference_s"]
     assert metrics["memory_bytes"] == metrics["host_peak_bytes"] == variant["cost"]["host_peak_bytes"]

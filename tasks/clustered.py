@@ -1,0 +1,53 @@
+"""Percentiles and means of calls that were made in windows, with intervals that allow for how windows differ.
+
+Calls of one window resemble each other: as many calls in fewer windows tell less. So windows count as clusters, as in a
+survey (Cochran 1977, Sampling Techniques, chapter 10; Woodruff 1952, JASA 47:635, for percentiles).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.special import stdtrit
+
+from tasks.stats import Interval, needed
+
+
+def percentile(windows: Sequence[np.ndarray], q: float, confidence: float) -> Interval | None:
+    """The q-th percentile (0 … 100) of all calls in `windows`, each [calls].
+
+    The share of calls below it has the error of a ratio of clusters, or that of as many independent calls if that is
+    more; the interval holds the percentiles of the shares within it. None for a single window, for fewer calls than
+    `stats.needed` asks for, and where it would reach beyond the largest call.
+    """
+    calls, share = np.sort(np.concatenate(windows)), q / 100
+    n, k = len(calls), len(windows)
+    if k < 2 or n < needed(q):
+        return None
+    value = float(np.percentile(calls, q))
+    # Of calls that took just that long, half count as below it.
+    below = [((window < value).mean() + (window <= value).mean()) / 2 for window in windows]
+    error = max(_error(below, windows), float(np.sqrt(share * (1 - share) / n)))
+    half = float(stdtrit(k - 1, (1 + confidence) / 2)) * error
+    if share + half >= 1 - 1 / n:
+        return None
+    low, high = (float(np.percentile(calls, 100 * at)) for at in (max(0.0, share - half), share + half))
+    return Interval(value, min(value, low), max(value, high))
+
+
+def mean(windows: Sequence[np.ndarray], confidence: float) -> Interval | None:
+    """The mean of all calls in `windows`, each [calls]; None for a single window."""
+    k = len(windows)
+    if k < 2:
+        return None
+    value = float(np.concatenate(windows).mean())
+    half = float(stdtrit(k - 1, (1 + confidence) / 2)) * _error([window.mean() for window in windows], windows)
+    return Interval(value, value - half, value + half)
+
+
+def _error(means: Sequence[float], windows: Sequence[np.ndarray]) -> float:
+    """The standard error of the mean of all calls, of the mean of each window's: that of a ratio of clusters."""
+    calls = np.array([len(window) for window in windows])
+    off = calls * (means - np.average(means, weights=calls))
+    return float(np.sqrt(len(calls) / (len(calls) - 1) * (off**2).sum()) / calls.sum())
