@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tasks import manifest, measure, target
+from tasks.clustered import told
 from tasks.data import read
 from tasks.disturbance import governor
 from tasks.engines.protocol import open_engine
@@ -112,7 +113,7 @@ def show(report: BenchReport, console: Console) -> None:
     table = Table("engine", "backend", "p50 ms", "p90 ms", "p99 ms", "calls", "thrown away", "speed", "verdict")
     for row in report.rows:
         t = row.timing
-        cells = (_milliseconds(t, key) for key in ("p50", "p90", "p99"))
+        cells = (told(getattr(t, key), t.bounds.get(key), 4) for key in ("p50", "p90", "p99"))
         gain = shown("speedup", row.ratio) if row.ratio else "1"
         table.add_row(row.engine, row.backend, *cells, str(t.n), str(sum(t.discarded.values())), gain, row.verdict)
     console.print(table)
@@ -126,14 +127,6 @@ def show(report: BenchReport, console: Console) -> None:
         sep="\n",
         highlight=False,
     )
-
-
-def _milliseconds(timing: Timing, key: str) -> str:
-    """A percentile, and below it its interval, as far as they are known."""
-    value, found = getattr(timing, key), timing.bounds.get(key)
-    if value is None:
-        return "–"
-    return f"{value:.4f}\n[{found.low:.4f}, {found.high:.4f}]" if found else f"{value:.4f}\nnot bounded"
 
 
 def random_inputs(described: Manifest, length: int | None, n: int = SAMPLES, seed: int = 0) -> Arrays:

@@ -46,6 +46,20 @@ def mean(windows: Sequence[np.ndarray], confidence: float) -> Interval | None:
     return Interval(value, value - half, value + half)
 
 
+def bounds(windows: Sequence[np.ndarray], percents: Sequence[int], confidence: float) -> dict[str, Interval]:
+    """The intervals of several percentiles, by name (p50 …), of those that have one."""
+    found = {f"p{q}": percentile(windows, q, confidence) for q in percents}
+    return {name: interval for name, interval in found.items() if interval}
+
+
+def told(value: float | None, interval: Interval | None, digits: int) -> str:
+    """A percentile, and in a second line its interval, or that nothing bounds it; a dash where it isn't known."""
+    if value is None:
+        return "–"
+    ends = f"[{interval.low:.{digits}f}, {interval.high:.{digits}f}]" if interval else "not bounded"
+    return f"{value:.{digits}f}\n{ends}"
+
+
 def _error(means: Sequence[float], windows: Sequence[np.ndarray]) -> float:
     """The standard error of the mean of all calls, of the mean of each window's: that of a ratio of clusters."""
     calls = np.array([len(window) for window in windows])

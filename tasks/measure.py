@@ -274,11 +274,11 @@ class Measurement:
 
     def _bounds(self, windows: list[np.ndarray], percents: list[int]) -> dict[str, Interval]:
         batch, sure = self.params.batch, self.params.confidence
-        found = {f"p{q}": clustered.percentile(windows, q, sure) for q in percents}
+        found = clustered.bounds(windows, percents, sure)
         if (mean := clustered.mean(windows, sure)) and mean.low > 0:
             rates = (batch / ms * 1e3 for ms in (mean.value, mean.high, mean.low))
             found["throughput_per_s"] = Interval(*rates)
-        return {name: interval for name, interval in found.items() if interval}
+        return found
 
 
 def require_clock(sessions: Mapping[str, Session], clock: str) -> None:

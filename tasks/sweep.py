@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tasks import energy, manifest, measure, target
+from tasks import clustered, energy, manifest, measure, target
 from tasks.data import read
 from tasks.disturbance import Host, settle
 from tasks.engines.protocol import Session
@@ -27,18 +27,19 @@ from tasks.workloads.protocol import Arrays
 ROUNDS = 5
 STREAMS = (1, 2, 4, 8)
 JUDGED = 90
-# So many calls in a window that all rounds together are enough for the percentile that is judged.
-CALLS = -(-needed(JUDGED) // ROUNDS)
+# So many calls in a window that all rounds together bound the percentile that is judged, if they are alike.
+CALLS = -(-2 * needed(JUDGED) // ROUNDS)
 
 
 @dataclass(frozen=True)
 class Point:
     """One batch size, in `streams` sessions at the same time, each with its next call right after the last.
 
-    Latencies are of a call, in milliseconds, None with too few calls; throughput is in samples a second, the geometric
-    mean over the rounds with Student's interval of the logarithms. `within` says whether p90 keeps the limit, None
-    without a limit or a p90. `discarded` counts windows thrown away, by reason; `disturbed` says that one had to be
-    used.
+    Latencies are of a call, in milliseconds, None with too few calls, and `bounds` their intervals by name, windows
+    counting as clusters (see `clustered`); throughput is in samples a second, the geometric mean over the rounds with
+    Student's interval of the logarithms. `within` says whether p90 keeps the limit with its whole interval, None if
+    that isn't known, or without a limit. `discarded` counts windows thrown away, by reason; `disturbed` says that one
+    had to be used.
     """
 
     batch: int
@@ -49,6 +50,7 @@ class Point:
     n: int
     throughput_per_s: Interval
     within: bool | None
+    bounds: dict[str, Interval] = field(default_factory=dict)
     discarded: dict[str, int] = field(default_factory=dict)
     disturbed: str | None = None
 
@@ -80,7 +82,7 @@ class Cell:
     batch: int
     streams: int
     pool: list[Arrays]
-    latencies: list[float] = field(default_factory=list)
+    windows: list[np.ndarray] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     discarded: Counter[str] = field(default_factory=Counter)
     disturbed: str | None = None
@@ -189,14 +191,13 @@ def _measure(cell: Cell, sessions: Sequence[Session], threads: int, params: Benc
         if reason is None or not left:
             break
     cell.disturbed = reason or cell.disturbed
-    cell.latencies += times
+    cell.windows.append(np.array(times))
     cell.rates.append(rate * cell.batch)
 
 
 def _point(cell: Cell, params: BenchmarkParams) -> Point:
-    samples = np.array(cell.latencies)
+    samples, bounds = np.concatenate(cell.windows), clustered.bounds(cell.windows, (50, JUDGED, 99), params.confidence)
     p50, p90, p99 = (percentile(samples, q) for q in (50, JUDGED, 99))
-    limit = params.max_latency_ms
     return Point(
         batch=cell.batch,
         streams=cell.streams,
@@ -205,10 +206,17 @@ def _point(cell: Cell, params: BenchmarkParams) -> Point:
         p99=p99,
         n=len(samples),
         throughput_per_s=rate(np.array(cell.rates), params.confidence),
-        within=None if limit is None or p90 is None else p90 <= limit,
+        within=_within(bounds.get(f"p{JUDGED}"), params.max_latency_ms),
+        bounds=bounds,
         discarded=dict(cell.discarded),
         disturbed=cell.disturbed,
     )
+
+
+def _within(interval: Interval | None, limit: float | None) -> bool | None:
+    if limit is None or interval is None:
+        return None
+    return True if interval.high <= limit else False if interval.low > limit else None
 
 
 def _require(name: str, described: Manifest, batches: Sequence[int], streams: Sequence[int]) -> None:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tasks import monitor
+from tasks.clustered import told
 from tasks.sweep import JUDGED, Point, Sweep
 
 PALETTE = ("#0969da", "#1a7f37", "#bf8700", "#cf222e", "#8250df", "#57606a")
@@ -21,12 +22,12 @@ def show(found: Sweep, console: Console) -> None:
     limit = found.max_latency_ms
     table = Table("streams", "batch", "p50 ms", "p90 ms", "p99 ms", "calls", "samples a second", "thrown away", "")
     for point in found.points:
-        cells = ("–" if value is None else f"{value:.3f}" for value in (point.p50, point.p90, point.p99))
+        cells = (told(getattr(point, key), point.bounds.get(key), 3) for key in ("p50", "p90", "p99"))
         t = point.throughput_per_s
         thrown = str(sum(point.discarded.values()))
         table.add_row(
             *(str(point.streams), str(point.batch), *cells, str(point.n)),
-            *(f"{t.value:,.0f} [{t.low:,.0f}, {t.high:,.0f}]", thrown, _mark(point, found)),
+            *(f"{t.value:,.0f}\n[{t.low:,.0f}, {t.high:,.0f}]", thrown, _mark(point, found)),
         )
     console.print(table)
     console.print(verdict(found), highlight=False)
@@ -113,6 +114,6 @@ def plot(found: Sweep) -> str:
 
 
 def _mark(point: Point, found: Sweep) -> str:
-    told = {True: "within", False: "too slow", None: "" if found.max_latency_ms is None else "too few calls"}
-    words = ["best" if point == found.best else told[point.within], "disturbed" if point.disturbed else ""]
+    known = {True: "within", False: "too slow", None: "" if found.max_latency_ms is None else "not known"}
+    words = ["best" if point == found.best else known[point.within], "disturbed" if point.disturbed else ""]
     return ", ".join(word for word in words if word)

@@ -115,14 +115,25 @@ def test_the_best_is_the_most_throughput_within_the_limit() -> None:
     assert best(points[2:], 5.0) is None
 
 
+def within(windows: list[np.ndarray], limit: float | None) -> tuple[float | None, bool | None]:
+    cell = sweep.Cell(4, 1, [], windows=windows, rates=[10.0, 11.0])
+    found = sweep._point(cell, BenchmarkParams(max_latency_ms=limit))
+    return found.p90, found.within
+
+
 def test_a_call_slower_than_the_limit_is_out_and_one_with_too_few_calls_is_not_in() -> None:
-    cell = sweep.Cell(4, 1, [], latencies=[2.0] * 70, rates=[10.0, 11.0])
-    assert sweep._point(cell, BenchmarkParams(max_latency_ms=1.9)).within is False
-    assert sweep._point(cell, BenchmarkParams(max_latency_ms=2.0)).within is True
-    assert sweep._point(cell, BenchmarkParams()).within is None
-    cell.latencies = [2.0] * 63
-    few = sweep._point(cell, BenchmarkParams(max_latency_ms=100))
-    assert (few.p90, few.within) == (None, None)
+    alike = [np.full(sweep.CALLS, 2.0)] * sweep.ROUNDS
+    assert [within(alike, limit)[1] for limit in (1.9, 2.0, None)] == [False, True, None]
+    assert within([np.full(12, 2.0)] * 5, 100) == (None, None)
+
+
+def test_a_limit_within_the_interval_of_p90_is_not_known_to_be_kept() -> None:
+    calls = [np.random.default_rng(seed).normal(10, 1, 200) for seed in range(5)]
+    p90, told = within(calls, 11.28)
+    assert p90 == pytest.approx(11.28, abs=0.15) and told is None
+    assert (within(calls, 12.5)[1], within(calls, 10.5)[1]) == (True, False)
+    burst = [*calls[:4], calls[4] + 5]
+    assert within(burst, 20)[1] is None, "one window is slower as a whole: nothing bounds p90"
 
 
 def test_a_rate_and_its_interval_are_above_0_and_a_ratio_apart() -> None:
