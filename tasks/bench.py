@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tasks import manifest, measure, target
-from tasks.clustered import told
+from tasks.clustered import in_two_lines
 from tasks.data import read
 from tasks.disturbance import governor
 from tasks.engines.protocol import open_engine
@@ -113,7 +113,7 @@ def show(report: BenchReport, console: Console) -> None:
     table = Table("engine", "backend", "p50 ms", "p90 ms", "p99 ms", "calls", "thrown away", "speed", "verdict")
     for row in report.rows:
         t = row.timing
-        cells = (told(getattr(t, key), t.bounds.get(key), 4) for key in ("p50", "p90", "p99"))
+        cells = (in_two_lines(getattr(t, key), t.bounds.get(key), 4) for key in ("p50", "p90", "p99"))
         gain = shown("speedup", row.ratio) if row.ratio else "1"
         table.add_row(row.engine, row.backend, *cells, str(t.n), str(sum(t.discarded.values())), gain, row.verdict)
     console.print(table)

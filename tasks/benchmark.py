@@ -100,7 +100,7 @@ def benchmark(source: Path, baseline: Path, data: Path, params: BenchmarkParams,
         batches = each_batch(params)
         plan = Plan({"engine": source, "baseline": baseline}, data, [share(p) for p in batches], family)
         first = timed(plan, {"engine": engine, "baseline": against}, inputs, watch)
-        moved = transfer.of(engine, inputs, params)
+        moved = transfer.of(engine, inputs, params, watch.disturbed)
         taken = energy.of(engine, inputs, params, metered, watch.disturbed)
         conditions = watch.conditions()
     further = again(plan)

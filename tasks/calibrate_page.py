@@ -122,8 +122,9 @@ def _openings(found: Calibration) -> list[str]:
 def _power(found: Calibration) -> list[str]:
     if found.planted_clock == "device":
         how = (
-            "The GPU spins after each launch, on the engine's own stream: for some 5 µs, and after those of one of the "
-            "two for a known share of the call longer. By the device's clock; where the host starts calls more slowly "
+            "The GPU spins after each launch, on the engine's own stream: for some 5 µs (200 µs where launches wait "
+            "for the GPU, as ONNX Runtime's CUDA graphs do), and after those of one of the two for a known share of "
+            "such a call longer. By the device's clock; where the host starts calls more slowly "
             "than the GPU makes them, less of the share shows."
         )
     else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.special import stdtrit
+from scipy.special import ndtri, stdtrit
 
 from tasks.stats import Interval, needed
 
@@ -17,19 +17,19 @@ from tasks.stats import Interval, needed
 def percentile(windows: Sequence[np.ndarray], q: float, confidence: float) -> Interval | None:
     """The q-th percentile (0 … 100) of all calls in `windows`, each [calls].
 
-    The share of calls below it has the error of a ratio of clusters, or that of as many independent calls if that is
-    more; the interval holds the percentiles of the shares within it. None for a single window, for fewer calls than
-    `stats.needed` asks for, and where it would reach beyond the largest call.
+    The share of calls below it is off by what a ratio of clusters is, by Student's t of the windows, or by what as many
+    independent calls are, by the normal law, whichever is more; the interval holds the percentiles of the shares within
+    that. None for a single window, for fewer calls than `stats.needed` asks for, and where it would reach beyond the
+    largest call.
     """
     calls, share = np.sort(np.concatenate(windows)), q / 100
-    n, k = len(calls), len(windows)
+    n, k, sure = len(calls), len(windows), (1 + confidence) / 2
     if k < 2 or n < needed(q):
         return None
     value = float(np.percentile(calls, q))
     # Of calls that took just that long, half count as below it.
     below = [((window < value).mean() + (window <= value).mean()) / 2 for window in windows]
-    error = max(_error(below, windows), float(np.sqrt(share * (1 - share) / n)))
-    half = float(stdtrit(k - 1, (1 + confidence) / 2)) * error
+    half = max(float(stdtrit(k - 1, sure)) * _error(below, windows), float(ndtri(sure)) * _binomial(share, n))
     if share + half >= 1 - 1 / n:
         return None
     low, high = (float(np.percentile(calls, 100 * at)) for at in (max(0.0, share - half), share + half))
@@ -52,12 +52,24 @@ def bounds(windows: Sequence[np.ndarray], percents: Sequence[int], confidence: f
     return {name: interval for name, interval in found.items() if interval}
 
 
-def told(value: float | None, interval: Interval | None, digits: int) -> str:
+def enough(q: float, k: int, confidence: float) -> int:
+    """The fewest calls that bound the q-th percentile in `k` windows, 2 at least, which tell an error as it is."""
+    share, t, n = q / 100, float(stdtrit(k - 1, (1 + confidence) / 2)), needed(q)
+    while share + t * _binomial(share, n) >= 1 - 1 / n:
+        n += 1
+    return n
+
+
+def in_two_lines(value: float | None, interval: Interval | None, digits: int) -> str:
     """A percentile, and in a second line its interval, or that nothing bounds it; a dash where it isn't known."""
     if value is None:
         return "–"
     ends = f"[{interval.low:.{digits}f}, {interval.high:.{digits}f}]" if interval else "not bounded"
     return f"{value:.{digits}f}\n{ends}"
+
+
+def _binomial(share: float, n: int) -> float:
+    return float(np.sqrt(share * (1 - share) / n))
 
 
 def _error(means: Sequence[float], windows: Sequence[np.ndarray]) -> float:

@@ -76,7 +76,7 @@ def sweep(
     batches: Annotated[str | None, typer.Option(help="Sizes with commas; powers of two without.")] = None,
     streams: Annotated[str, typer.Option(help="Sessions at the same time, with commas.")] = "1,2,4,8",
     max_latency_ms: Annotated[float | None, typer.Option(help="Instead of benchmark.max_latency_ms.", min=0)] = None,
-    rounds: Annotated[int, typer.Option(help="Windows of each point.", min=2)] = 5,
+    rounds: Annotated[int, typer.Option(help="Windows of each point.", min=3)] = 5,
 ) -> None:
     """Latency and throughput over batch sizes and streams; the best under a limit. Ctrl-C keeps what was measured."""
     tree = params.load(layout.PARAMS, models=False)

@@ -19,7 +19,7 @@ from tasks.reopening import Plan, Timings, again, opened, share
 from tasks.results import Variant
 from tasks.settings import BenchmarkParams
 from tasks.stats import quotient
-from tasks.together import Together, pairs
+from tasks.together import AS_FAST, Together, pairs
 
 MAX_FINALISTS = 8
 WINS = "the fastest that passes every gate, or the most accurate of those as fast"
@@ -73,8 +73,13 @@ def judged_variants(tree: Tree, reopened: results.Reopened | None = None) -> lis
 
 def _usable(variant: Variant, tree: Tree, inputs_sha256: str) -> Variant:
     """The variant, failed if a number of it isn't finite, or if it was timed otherwise than settings and data ask."""
-    intervals = [variant.accuracy, variant.accuracy_change, variant.speedup, *variant.speedup_at.values()]
-    intervals += [*variant.latency_bounds_ms.values(), *variant.throughput_bounds.values()]
+    several = (variant.speedup_at, variant.latency_bounds_ms, variant.throughput_bounds)
+    intervals = [
+        variant.accuracy,
+        variant.accuracy_change,
+        variant.speedup,
+        *(i for by in several for i in by.values()),
+    ]
     numbers = [v for i in intervals if i for v in (i.value, i.low, i.high)]
     numbers += [v for v in (*(variant.latency_ms or {}).values(), *variant.throughput_at.values()) if v is not None]
     if not all(math.isfinite(v) for v in (*numbers, variant.throughput_per_s or 1.0)):
@@ -114,9 +119,11 @@ def front(judged: list[Variant]) -> list[Variant]:
 def head_to_head(names: list[str], data: Path, params: BenchmarkParams) -> tuple[list[Timings], Conditions]:
     """Time several engines in common rounds on validation inputs, until all are told apart from the fastest.
 
-    They are opened as often as a benchmark opens its engines, and then the rounds end when their ratios are known.
+    They are opened as often as a benchmark opens its engines. Several openings go on until the mean of all tells apart
+    what counts as a difference, or their rounds are used up.
     """
-    settings = share(params.model_copy(update={"also": ()}))
+    width = min(params.max_width, AS_FAST - 1)
+    settings = share(params.model_copy(update={"also": (), "max_width": width}))
     folders = {name: layout.artifact(name) for name in names}
     plan = Plan(folders, data, [settings], family=pairs(len(names)), fastest=True)
     found = [opened(plan), *again(plan)]

@@ -34,6 +34,8 @@ SETTLED = 0.01
 SETTLE_WINDOWS = 8
 RETRIES = 2
 CHUNK_S = 0.01
+# An idle window is short and has nothing to disturb: its steps are told to a millisecond.
+IDLE_CHUNK_S = 0.001
 STILL_S = 1.0
 DEVICE_CALLS = 10
 
@@ -99,11 +101,11 @@ def idle_w(meter: Meter, seconds: float) -> tuple[list[float], bool]:
     """
 
     def rest() -> int:
-        time.sleep(CHUNK_S)
+        time.sleep(IDLE_CHUNK_S)
         return 0
 
     def watts() -> float:
-        joules, elapsed, _ = _window(meter, rest, seconds)
+        joules, elapsed, _ = _window(meter, rest, seconds, IDLE_CHUNK_S)
         return joules / elapsed
 
     last, settled = watts(), False
@@ -228,19 +230,24 @@ def _undisturbed(
     raise AssertionError
 
 
-def _window(meter: Meter, work: Callable[[], int], seconds: float) -> tuple[float, float, int]:
+def _window(
+    meter: Meter, work: Callable[[], int], seconds: float, chunk_s: float = CHUNK_S
+) -> tuple[float, float, int]:
     """Joules, seconds and pieces of work between a step of the counter and the first one after `seconds`."""
-    _, began, first = _to_step(meter, work, 0.0)
-    done, ended, last = _to_step(meter, work, seconds)
+    _, began, first = _to_step(meter, work, 0.0, chunk_s)
+    done, ended, last = _to_step(meter, work, seconds, chunk_s)
     return last - first, ended - began, done
 
 
-def _to_step(meter: Meter, work: Callable[[], int], seconds: float) -> tuple[int, float, float]:
-    """Work for `seconds`, and on until the counter steps: pieces of work done, the moment, and joules there."""
+def _to_step(meter: Meter, work: Callable[[], int], seconds: float, chunk_s: float) -> tuple[int, float, float]:
+    """Work for `seconds`, and on until the counter steps: pieces of work done, the moment, and joules there.
+
+    The counter is read after every piece of `chunk_s`, which is how exactly the moment is known.
+    """
     done = _busy(work, seconds) if seconds else 0
     start, before = time.perf_counter(), meter.joules()
     while True:
-        done += _busy(work, CHUNK_S)
+        done += _busy(work, chunk_s)
         joules, now = meter.joules(), time.perf_counter()
         if joules != before:
             return done, now, joules
@@ -249,7 +256,8 @@ def _to_step(meter: Meter, work: Callable[[], int], seconds: float) -> tuple[int
 
 
 def _busy(work: Callable[[], int], seconds: float) -> int:
-    done, end = work(), time.perf_counter() + seconds
+    end = time.perf_counter() + seconds
+    done = work()
     while time.perf_counter() < end:
         done += work()
     return done

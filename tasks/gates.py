@@ -14,7 +14,7 @@ from tasks.stats import Interval, needed
 TIMED: dict[str, Callable[[Variant], tuple[float | None, Interval | None]]] = {
     "latency_ms": lambda v: (v.latency_ms["p50"] if v.latency_ms else None, v.latency_bounds_ms.get("p50")),
     "latency_ms_p99": lambda v: (v.latency_ms["p99"] if v.latency_ms else None, v.latency_bounds_ms.get("p99")),
-    "throughput_per_s": lambda v: (v.throughput_per_s, v.throughput_bounds.get(_batch(v))),
+    "throughput_per_s": lambda v: (v.throughput_per_s, v.throughput_bounds.get(v.batch)),
 }
 POINTS: dict[str, Callable[[Variant], float | None]] = {
     "size_bytes": lambda v: v.size_bytes.get("engine"),
@@ -75,16 +75,14 @@ def _gate(name: str, bound: Bound, variant: Variant) -> list[str]:
     return faults
 
 
-def _batch(variant: Variant) -> str:
-    return str(variant.latency_ms["batch"]) if variant.latency_ms else ""
-
-
 def _unknown(name: str, variant: Variant) -> str:
     """That a metric has no number, or no interval, and why, as far as it is known."""
-    value = TIMED[name](variant)[0] if name in TIMED else None
-    if value is None or not math.isfinite(value) or not variant.latency_ms:
+    value, interval = TIMED[name](variant) if name in TIMED else (None, None)
+    if value is None or not math.isfinite(value) or interval or not variant.latency_ms:
         return f"{name} has no finite number{_why(name, variant)}"
-    told = f"{variant.latency_ms['n']} calls in windows that differ so much don't bound it"
+    if not (variant.latency_bounds_ms or variant.throughput_bounds):
+        return f"{name} {shown(name, value)} has no interval on record: run `dvc repro benchmark@{variant.name}`"
+    told = f"{variant.latency_ms['n']} calls in these windows don't bound it"
     return f"{name} {shown(name, value)} has no interval: {told}; raise benchmark.rounds or window_ms"
 
 

@@ -214,8 +214,8 @@ def _top(nvml: Any, handle: Any) -> tuple[int | None, str]:
         top = int(nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM))
     except nvml.NVMLError as error:
         return None, _words(error)
-    with contextlib.suppress(nvml.NVMLError):
-        # Not every card has application clocks, and newer drivers do without; 0 is none that was set.
+    with contextlib.suppress(nvml.NVMLError, AttributeError):
+        # Not every card has application clocks, and newer drivers and bindings do without; 0 is none that was set.
         top = min(top, int(nvml.nvmlDeviceGetApplicationsClock(handle, nvml.NVML_CLOCK_SM)) or top)
     return top, ""
 

@@ -145,8 +145,8 @@ class Measurement:
         return {name: self._timing(name, kept) for name in self.sessions}
 
     def _enough(self, n: int) -> bool:
-        """Whether `n` rounds can give an interval of the confidence that they need."""
-        return not sequential.too_few(n, self._confidence(self._looks_until(n)))
+        """Whether `n` rounds can give an interval of the needed confidence (all openings together, if several)."""
+        return self.params.openings > 1 or not sequential.too_few(n, self._confidence(self._looks_until(n)))
 
     @property
     def _horizon(self) -> int:

@@ -15,6 +15,7 @@ from tasks.stats import Interval, log_error
 from tasks.timing import Opening, restored
 
 FEWEST, CONFIDENCE = 5, 0.95
+RATE = "throughput_per_s"
 # Rounds that all agree, by a coarse clock, don't know their ratio better than this.
 LEAST_ERROR = 1e-6
 
@@ -64,7 +65,7 @@ def bounds(timed: Mapping[str, Any]) -> dict[str, Interval]:
     So each holds what every opening took, and the mean of all. One that some opening doesn't know isn't given.
     """
     found, told = [opening.timing.bounds for opening in of_record(timed)], latency(timed)
-    values = {**{key: told[key] for key in ("p50", "p90", "p99")}, "throughput_per_s": throughput(timed)}
+    values = {**{key: told[key] for key in ("p50", "p90", "p99")}, RATE: throughput(timed)}
     return {
         key: Interval(value, min(one[key].low for one in found), max(one[key].high for one in found))
         for key, value in values.items()

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # Some 5 µs of a GPU: what spins for less is partly hidden by the start of the next kernel.
 BASE_CYCLES = 10_000
+# Some 200 µs, in which the host starts the next call of an engine whose launches wait for the GPU.
+WAITING_CYCLES = 400_000
 # Some 2 ms, which the host's clock can tell.
 LONG_CYCLES = 4_000_000
 REPEATS = 5
@@ -72,8 +74,9 @@ class SlowedOnDevice(Planted):
 
     One thread of the GPU spins after each launch, on the session's own stream, and `device_ms` is the session's own.
     With a share of 0 it spins for some 5 µs, which count as the call's, so that both of a pair start as many kernels.
-    How long a cycle is, the host's clock tells. Where the host takes longer to start a call than the GPU to make it,
-    the GPU would be idle meanwhile, and less of the share shows.
+    Where launches wait for the GPU it is 200 µs: while it spins, the host is starting the next call, which would hide
+    less. How long a cycle is, the host's clock tells. Where the host takes longer to start a call than the GPU to make
+    it, the GPU would be idle meanwhile, and less of the share shows.
     """
 
     device = "cuda"
@@ -81,7 +84,7 @@ class SlowedOnDevice(Planted):
     def __init__(self, inner: CudaSession, share: float) -> None:
         self.inner, self.share = inner, share
         self.inputs, self.outputs, self.memory_bytes = inner.inputs, inner.outputs, inner.memory_bytes
-        self._spin = spinner(inner)
+        self._spin, self._base = spinner(inner), WAITING_CYCLES if inner.waits else BASE_CYCLES
         self._cycles: int | None = None
 
     def load(self, batch: Arrays) -> None:
@@ -89,7 +92,7 @@ class SlowedOnDevice(Planted):
         self.inner.load(batch)
         own = self.inner._loaded()
         if self._cycles is None:
-            self._cycles = BASE_CYCLES + self._extra(own)
+            self._cycles = self._base + self._extra(own)
         self.inner._enqueue = self._followed(own, self._cycles)
 
     def launch(self) -> None:
@@ -120,7 +123,7 @@ class SlowedOnDevice(Planted):
         """The cycles in the share of a call; what is measured first, with its start-up, is thrown away."""
         if not self.share:
             return 0
-        self.inner._enqueue = self._followed(own, BASE_CYCLES)
+        self.inner._enqueue = self._followed(own, self._base)
         taken = median([self.inner.device_ms(DEVICE_CALLS) for _ in range(1 + REPEATS)][1:])
         longer = median([self._waited_ms(2) - self._waited_ms(1) for _ in range(1 + REPEATS)][1:])
         if longer <= 0:

@@ -20,15 +20,16 @@ def bytes_text(value: float | None) -> str:
     return f"{value / 1024:,.0f} KiB" if value < 2**20 else f"{value / 2**20:,.1f} MiB"
 
 
-def timed(variant: dict[str, Any], percentile: str) -> str:
+def latency(variant: dict[str, Any], percentile: str) -> str:
     """A percentile of a call's milliseconds with its interval, or that nothing bounds it; a dash if it isn't known."""
     value = variant["latency_ms"][percentile] if variant["latency_ms"] else None
     if value is None:
         return "–"
-    found = variant.get("latency_bounds_ms", {}).get(percentile)
-    if not found:
-        return f"{value:.3f} ms, not bounded"
-    return "{value:.3f} ms [{low:.3f}, {high:.3f}]".format(**found)
+    bounds = variant.get("latency_bounds_ms")
+    if not bounds:
+        return f"{value:.3f} ms"
+    found = bounds.get(percentile)
+    return f"{value:.3f} ms, not bounded" if not found else "{value:.3f} ms [{low:.3f}, {high:.3f}]".format(**found)
 
 
 def throughput(variant: dict[str, Any], batch: str) -> str:
@@ -71,8 +72,8 @@ def cells(variant: dict[str, Any]) -> dict[str, str]:
         "steps": str(steps["steps"]),
         "settings": str(steps["settings"]),
         "backends": ", ".join(steps["backends"]),
-        "latency": timed(variant, "p50"),
-        "latency_p99": timed(variant, "p99"),
+        "latency": latency(variant, "p50"),
+        "latency_p99": latency(variant, "p99"),
         "accuracy": shown("accuracy", Interval(**card["accuracy"])) if card["accuracy"] else "–",
         "size": bytes_text(card["size"]["engine_bytes"]),
         "memory": bytes_text(card["size"]["memory_bytes"]),

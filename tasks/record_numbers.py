@@ -85,9 +85,8 @@ def flat_metrics(variant: Variant) -> dict[str, float]:
         flat |= gain.named(f"speedup_batch_{batch}")
     for parity in variant.evidence.parity if variant.evidence else ():
         flat[f"parity_{re.sub('[^A-Za-z0-9_. /-]', '_', parity['output'])}"] = float(parity["difference"])
-    if variant.latency_ms and variant.throughput_per_s is not None:
-        bounds = variant.throughput_bounds.get(str(variant.latency_ms["batch"]))
-        flat |= _timed("throughput_per_s", variant.throughput_per_s, bounds)
+    if variant.throughput_per_s is not None:
+        flat |= _timed("throughput_per_s", variant.throughput_per_s, variant.throughput_bounds.get(variant.batch))
     return {name: value for name, value in flat.items() if math.isfinite(value)}
 
 

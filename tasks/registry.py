@@ -53,7 +53,8 @@ def version_of(store: MlflowClient, model: str, target_id: str, engine: str) -> 
 
 def engine_of(tree: Tree, version: ModelVersion) -> str | None:
     """The engine of this tree that a version is, None if it is none of them."""
-    return next((name for name in tree.engines if _made(name) == version.tags.get("identity")), None)
+    wanted = version.tags.get("identity")
+    return next((name for name in tree.engines if wanted and _made(name) == wanted), None)
 
 
 def register(store: MlflowClient, model: str, variant: Variant, run_id: str, here: Target) -> str:

@@ -29,7 +29,8 @@ Opened = tuple[list[Timings], Conditions]
 class Plan:
     """What is timed in common rounds: the engine folders by name, the folder of the data, and how, batch by batch.
 
-    `family` and `fastest` are `measure.Measurement`'s.
+    Inputs are those that the first of them takes. With `turned`, the last is opened first. `family` and `fastest` are
+    `measure.Measurement`'s.
     """
 
     folders: dict[str, Path]
@@ -37,14 +38,16 @@ class Plan:
     batches: list[BenchmarkParams]
     family: int = 1
     fastest: bool = False
+    turned: bool = False
 
 
 def opened(plan: Plan) -> Opened:
-    """The engines opened here, in the order of `folders`: their timings at every batch, and the conditions."""
+    """The engines opened here: their timings at every batch, and the conditions."""
     specs = manifest.read(next(iter(plan.folders.values()))).inputs
     inputs = measure.inputs_of(specs, read(plan.data / "validation.npz"), plan.batches[0].length)
     with ExitStack() as stack:
-        sessions = {name: stack.enter_context(open_engine(folder)) for name, folder in plan.folders.items()}
+        order = reversed(plan.folders.items()) if plan.turned else plan.folders.items()
+        sessions = {name: stack.enter_context(open_engine(folder)) for name, folder in order}
         watch = stack.enter_context(Monitor([session.device for session in sessions.values()], plan.batches[0]))
         return timed(plan, sessions, inputs, watch), watch.conditions()
 
@@ -74,8 +77,7 @@ def again(plan: Plan) -> list[Opened]:
     for number in range(2, openings + 1):
         print(f"opening {number} of {openings}", flush=True)
         seeded = [params.model_copy(update={"seed": params.seed + number}) for params in plan.batches]
-        folders = dict(reversed(plan.folders.items())) if number % 2 == 0 else plan.folders
-        found.append(_apart(replace(plan, folders=folders, batches=seeded)))
+        found.append(_apart(replace(plan, batches=seeded, turned=number % 2 == 0)))
     return found
 
 
@@ -103,7 +105,7 @@ def _apart(plan: Plan) -> Opened:
     except EOFError:
         child.join()
         raise Fault(
-            f"a process that opened {' and '.join(folder.name for folder in plan.folders.values())} again died",
+            f"a process that opened {', '.join(folder.name for folder in plan.folders.values())} again died",
             got=f"status {child.exitcode}",
             expected=f"{plan.batches[0].openings} openings (benchmark.openings)",
             do="see the log for what it said last; memory may have run out",

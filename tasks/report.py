@@ -79,7 +79,7 @@ def summarize(tree: Tree, workload: Path, here: Target, data: Path) -> dict[str,
         "gates": tree.params.gates.model_dump(exclude_none=True),
         "champion": promotion,
         "head_to_head": comparison["head_to_head"],
-        "head_to_head_again": comparison["again"],
+        "head_to_head_again": comparison.get("again", []),
         "openings": {
             batch: {**told, "assumed": tree.params.benchmark.reopen_sd}
             for batch, told in comparison.get("openings", {}).items()
@@ -199,7 +199,7 @@ def row(variant: dict[str, Any]) -> dict[str, str]:
         **cells,
         **report_proof.cells(variant),
         **{f"speedup_{batch}": _times(value) for batch, value in variant["speedup_at"].items()},
-        "latency": plaster_page.timed(variant, "p50"),
+        "latency": plaster_page.latency(variant, "p50"),
         "memory": plaster_page.bytes_text(variant.get("memory_bytes")),
         "energy": _energy(variant),
         "size": f"{variant['size_bytes']['engine'] / 1024:,.0f} KiB" if variant["size_bytes"] else "–",

@@ -19,7 +19,6 @@ from tasks.stats import Interval, mean_score, paired_change
 from tasks.timing import over, too_few
 
 Reopened = Mapping[int, Scatter]
-RATE = "throughput_per_s"
 KINDS = {**dict.fromkeys(MODEL_STEPS, "model"), "export": "onnx", "quantize": "onnx"}
 
 
@@ -78,6 +77,11 @@ class Variant:
     engine_sha256: str | None = None
     test_sha256: str | None = None
     content: str | None = None
+
+    @property
+    def batch(self) -> str:
+        """The batch size of its times, as text; empty without any."""
+        return str(self.latency_ms["batch"]) if self.latency_ms else ""
 
 
 def plain(variant: Variant) -> dict[str, Any]:
@@ -207,8 +211,8 @@ def _measured(tree: Tree, variant: Variant, reopened: Reopened) -> Variant:
         speedup=_gain(tree, name, timed, reopened),
         speedup_at={batch: _gain(tree, name, at, reopened) for batch, at in stable.items()},
         throughput_at={batch: openings.throughput(at) for batch, at in stable.items()},
-        latency_bounds_ms={key: found for key, found in bounds.items() if key != RATE},
-        throughput_bounds={batch: at[RATE] for batch, at in by_batch.items() if RATE in at},
+        latency_bounds_ms={key: found for key, found in bounds.items() if key != openings.RATE},
+        throughput_bounds={batch: at[openings.RATE] for batch, at in by_batch.items() if openings.RATE in at},
         clock=timed["timing"]["clock"],
         verdict="unstable" if unstable else "",
         reasons=(

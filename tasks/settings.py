@@ -66,14 +66,15 @@ class BenchmarkParams(Settings):
     `length` entries along the workload's dynamic axis.
 
     Each of `rounds` rounds times every engine once, in random order, for `window_ms`. While a speed-up's
-    interval is wider than `max_width` (relative) or holds 1, rounds go on up to `max_rounds`, or until they have
-    taken `budget_s` seconds per variant; one that is still too wide then is reported as unstable.
+    interval is wider than `max_width` (relative) or, in a single opening, holds 1, rounds go on up to `max_rounds`, or
+    until they have taken `budget_s` seconds per variant; one that is still too wide then is reported as unstable.
     A window is thrown away in which other processes took more than the share `max_lost` of its time, or in which the
     GPU was throttled, but for limits of its own in `tolerate`, or ran below the share `min_clock` of its highest clock,
     or idle below that of what it may run at.
     `reopen_sd` is by how much the ratio of one engine's latencies in two openings differs from 1, as a relative
     standard deviation: rounds can't see it, so every speed-up's interval is widened by it. With several `openings`,
-    both engines are opened as often, each time in a process of its own, for a share of the rounds (8 at least).
+    all engines of a measurement are opened as often, each time in a process of its own, for a share of the rounds (8 at
+    least).
     `clock` is `host` for a call as a caller sees it, copies included, or `device` for the GPU's own time
     between two events, with inputs already there.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -18,7 +19,7 @@ from tasks.errors import Fault
 from tasks.manifest import Manifest
 from tasks.monitor import Conditions, Monitor
 from tasks.settings import BenchmarkParams
-from tasks.stats import Interval, needed, percentile
+from tasks.stats import Interval, percentile
 from tasks.streams import flags, opened, together
 from tasks.target import last_level_cache_bytes
 from tasks.timing import make_pool
@@ -27,8 +28,8 @@ from tasks.workloads.protocol import Arrays
 ROUNDS = 5
 STREAMS = (1, 2, 4, 8)
 JUDGED = 90
-# So many calls in a window that all rounds together bound the percentile that is judged, if they are alike.
-CALLS = -(-2 * needed(JUDGED) // ROUNDS)
+# Windows differ: so many times the calls that would do if they were alike.
+AMPLE = 1.5
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,11 @@ def rate(values: np.ndarray, confidence: float) -> Interval:
     return Interval(*(float(np.exp(v)) for v in (logs.value, logs.low, logs.high)))
 
 
+def calls_of(rounds: int, confidence: float) -> int:
+    """How many calls a window is to have at least, so that all rounds together bound the percentile that is judged."""
+    return math.ceil(AMPLE * clustered.enough(JUDGED, rounds, confidence) / rounds)
+
+
 def default_batches(max_batch: int) -> list[int]:
     """Powers of two up to the largest batch, and that."""
     return sorted({*(1 << i for i in range(max_batch.bit_length()) if 1 << i <= max_batch), max_batch})
@@ -156,7 +162,7 @@ def _rounds(
     tell: Callable[[str], None],
     rounds: int,
 ) -> bool:
-    rng = np.random.default_rng(params.seed)
+    rng, calls = np.random.default_rng(params.seed), calls_of(rounds, params.confidence)
     try:
         # One after the other: backends compile and capture graphs at the first call of a shape.
         for session in sessions:
@@ -167,14 +173,16 @@ def _rounds(
             together(sessions[: cell.streams], cell.pool, params.warmup_ms / 1e3 / len(cells), 0)
         for number in range(rounds):
             for i in rng.permutation(len(cells)):
-                _measure(cells[i], sessions[: cells[i].streams], threads, params, watch)
+                _measure(cells[i], sessions[: cells[i].streams], threads, params, watch, calls)
             tell(f"round {number + 1} of {rounds}")
     except KeyboardInterrupt:
         return True
     return False
 
 
-def _measure(cell: Cell, sessions: Sequence[Session], threads: int, params: BenchmarkParams, watch: Monitor) -> None:
+def _measure(
+    cell: Cell, sessions: Sequence[Session], threads: int, params: BenchmarkParams, watch: Monitor, calls: int
+) -> None:
     """One window; a disturbed one is made again, once."""
     watches: list[Callable[[], str | None]] = [watch.disturbed]
     if len(sessions) * threads <= target.cores():
@@ -183,7 +191,7 @@ def _measure(cell: Cell, sessions: Sequence[Session], threads: int, params: Benc
         spun = settle()
         for look in watches:
             look()
-        times, rate = together(sessions, cell.pool, params.window_ms / 1e3, CALLS)
+        times, rate = together(sessions, cell.pool, params.window_ms / 1e3, calls)
         told = [spun, *(look() for look in watches)]
         reason = next((t for t in told if t), None)
         if reason:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tasks import monitor
-from tasks.clustered import told
+from tasks.clustered import in_two_lines
 from tasks.sweep import JUDGED, Point, Sweep
 
 PALETTE = ("#0969da", "#1a7f37", "#bf8700", "#cf222e", "#8250df", "#57606a")
@@ -22,7 +22,7 @@ def show(found: Sweep, console: Console) -> None:
     limit = found.max_latency_ms
     table = Table("streams", "batch", "p50 ms", "p90 ms", "p99 ms", "calls", "samples a second", "thrown away", "")
     for point in found.points:
-        cells = (told(getattr(point, key), point.bounds.get(key), 3) for key in ("p50", "p90", "p99"))
+        cells = (in_two_lines(getattr(point, key), point.bounds.get(key), 3) for key in ("p50", "p90", "p99"))
         t = point.throughput_per_s
         thrown = str(sum(point.discarded.values()))
         table.add_row(
@@ -114,6 +114,6 @@ def plot(found: Sweep) -> str:
 
 
 def _mark(point: Point, found: Sweep) -> str:
-    known = {True: "within", False: "too slow", None: "" if found.max_latency_ms is None else "not known"}
-    words = ["best" if point == found.best else known[point.within], "disturbed" if point.disturbed else ""]
+    told = {True: "within", False: "too slow", None: "" if found.max_latency_ms is None else "not known"}
+    words = ["best" if point == found.best else told[point.within], "disturbed" if point.disturbed else ""]
     return ", ".join(word for word in words if word)

@@ -203,7 +203,8 @@ def _moved(variant: dict[str, Any]) -> dict[str, str]:
     whole, load, fetch = (
         "{value:.3f} [{low:.3f}, {high:.3f}]".format(**found[f"{part}_ms"]) for part in ("whole", "load", "fetch")
     )
-    return {"whole": f"{whole} ms", "copies": f"{load}, {fetch} ms"}
+    told = " (disturbed)" if found.get("disturbed") else ""
+    return {"whole": f"{whole} ms{told}", "copies": f"{load}, {fetch} ms{told}"}
 
 
 def _bound(variant: dict[str, Any]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -16,7 +17,7 @@ from tasks.target import last_level_cache_bytes
 from tasks.timing import make_pool
 from tasks.workloads.protocol import Arrays
 
-CALLS = 60
+CALLS, RETRIES = 60, 2
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Transfer:
     `load_ms` is from NumPy arrays to the GPU, `run_ms` from the launch until the GPU is done, `fetch_ms` from there to
     NumPy arrays; `whole_ms` is one call of all three. The interval is by order statistics (Conover 1999, Practical
     Nonparametric Statistics, 3.2), and one of these calls, not of what another opening of the engine would take.
+    `disturbed` says that the calls had to be used though something else was at work.
     """
 
     batch: int
@@ -34,18 +36,37 @@ class Transfer:
     run_ms: Interval
     fetch_ms: Interval
     whole_ms: Interval
+    disturbed: str | None = None
 
 
-def of(session: Session, inputs: Arrays, params: BenchmarkParams) -> Transfer | None:
-    """Time the parts of calls on rotating `inputs` [n, …] at `params.batch`; None for an engine that isn't on a GPU."""
+def of(
+    session: Session, inputs: Arrays, params: BenchmarkParams, disturbed: Callable[[], str | None]
+) -> Transfer | None:
+    """Time the parts of calls on rotating `inputs` [n, …] at `params.batch`; None for an engine that isn't on a GPU.
+
+    Calls that `disturbed` tells of are made again, twice at most.
+    """
     if not hasattr(session, "device_ms"):
         return None
     device = cast(DeviceSession, session)
-    batches = itertools.cycle(make_pool(inputs, params.batch, 2 * last_level_cache_bytes()))
-    parts, whole = [], []
+    each = params.batch * sum(value[:1].nbytes for value in inputs.values())
+    least = min(2 * last_level_cache_bytes(), 2 * CALLS * each)
+    batches = itertools.cycle(make_pool(inputs, params.batch, least))
     start = time.perf_counter()
     while time.perf_counter() < start + params.warmup_ms / 1e3:
         device.run(next(batches))
+    for _ in range(1 + RETRIES):
+        disturbed()
+        parts, whole = _calls(device, batches)
+        if (told := disturbed()) is None:
+            break
+    load, run, fetch = (_median([part[i] for part in parts]) for i in range(3))
+    return Transfer(params.batch, CALLS, load, run, fetch, _median(whole), told)
+
+
+def _calls(device: DeviceSession, batches: Iterator[Arrays]) -> tuple[list[list[float]], list[float]]:
+    """Milliseconds of the three parts of each call, and of another call as a whole after each."""
+    parts, whole = [], []
     for _ in range(CALLS):
         batch, other = next(batches), next(batches)
         marks = [time.perf_counter()]
@@ -61,8 +82,7 @@ def of(session: Session, inputs: Arrays, params: BenchmarkParams) -> Transfer | 
         device.run(other)
         device.synchronize()
         whole.append((time.perf_counter() - start) * 1e3)
-    load, run, fetch = (_median([part[i] for part in parts]) for i in range(3))
-    return Transfer(params.batch, CALLS, load, run, fetch, _median(whole))
+    return parts, whole
 
 
 def _median(samples: list[float]) -> Interval:

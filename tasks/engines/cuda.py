@@ -32,6 +32,8 @@ class CudaSession(ABC):
     """
 
     device = "cuda"
+    # Whether a launch returns only when the GPU is done.
+    waits = False
 
     def __init__(self, described: Manifest) -> None:
         context()

@@ -24,7 +24,7 @@ class OnnxRuntimeCudaSession(CudaSession):
 
     def __init__(self, folder: Path, described: Manifest) -> None:
         super().__init__(described)
-        self._graphs = bool(described.settings["cuda_graph"])
+        self.waits = self._graphs = bool(described.settings["cuda_graph"])
         try:
             with self.counted():
                 self._session = start(

@@ -153,6 +153,7 @@ class PretendedGpu:
     inputs = outputs = ()
     device = "cuda"
     memory_bytes = 5
+    waits = False
 
     def __init__(self, ms: float, clock: SimpleNamespace) -> None:
         self.ms, self.clock, self._enqueue = ms, clock, None

@@ -172,6 +172,22 @@ def plan(engine: Path, baseline: Path, data: Path, params: BenchmarkParams) -> r
     return reopening.Plan({"engine": engine, "baseline": baseline}, data, [params])
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_engines_opened_the_other_way_round_take_the_inputs_of_the_same_one(
+    artifact: Any, data_folder: Path, monkeypatch: pytest.MonkeyPatch, turned: bool
+) -> None:
+    opened, described = [], []
+    open_engine, read = reopening.open_engine, reopening.manifest.read
+    monkeypatch.setattr(reopening, "open_engine", lambda folder: [opened.append(folder.name), open_engine(folder)][1])
+    monkeypatch.setattr(reopening.measure, "inputs_of", lambda specs, *_: described.append(specs) or {"x": np.ones(8)})
+    monkeypatch.setattr(reopening, "timed", lambda plan, sessions, *_: [dict.fromkeys(sessions)])
+    asked = plan(artifact("base-ort"), artifact("base-eager"), data_folder, BenchmarkParams())
+    (timings,), _ = reopening.opened(replace(asked, turned=turned))
+    assert opened == (["base-eager", "base-ort"] if turned else ["base-ort", "base-eager"])
+    assert described == [read(artifact("base-ort")).inputs]
+    assert set(timings) == {"engine", "baseline"}
+
+
 class Deadly:
     """A folder's name that ends the process that unpickles it."""
 
@@ -183,7 +199,7 @@ class Deadly:
 
 def test_a_process_that_dies_as_it_opens_an_engine_is_a_fault(artifact: Any, data_folder: Path) -> None:
     deadly: Any = Deadly()
-    with pytest.raises(Fault, match="a process that opened base-eager and base-ort again died"):
+    with pytest.raises(Fault, match="a process that opened base-ort, base-eager again died"):
         reopening.again(plan(deadly, artifact("base-eager"), data_folder, BenchmarkParams(openings=2)))
 
 

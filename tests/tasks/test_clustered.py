@@ -24,6 +24,28 @@ def test_an_interval_holds_the_percentile_as_often_as_it_says(q: float, between:
     assert 0.92 <= held <= 0.99
 
 
+@pytest.mark.parametrize("k", [8, 24])
+@pytest.mark.parametrize("q", [90, 99])
+@pytest.mark.parametrize("between", [0.0, 0.3, 1.0])
+def test_an_interval_lies_below_the_truth_seldom_however_windows_differ(k: int, q: float, between: float) -> None:
+    """What a gate of a largest latency lets pass: where windows differ, it is that nothing bounds the percentile."""
+    rng, true = np.random.default_rng(7), norm.ppf(q / 100, 10, np.hypot(1, between))
+    found = [clustered.percentile(windows(rng, k, 120, between), q, 0.95) for _ in range(400)]
+    assert np.mean([i is not None and i.high < true for i in found]) <= 0.08
+    if not between:
+        assert np.mean([i is not None for i in found]) > 0.7
+
+
+def test_windows_are_as_long_and_slow_ones_have_fewer_calls() -> None:
+    """The mean of all calls is the harmonic mean of the windows', not their mean."""
+    rng, held = np.random.default_rng(9), []
+    for _ in range(400):
+        centres = np.exp(0.3 * rng.normal(size=16))
+        found = clustered.mean([rng.normal(m, 0.1, int(60 / m)) for m in centres], 0.95)
+        held.append(found is not None and found.low <= np.exp(-(0.3**2) / 2) <= found.high)
+    assert 0.91 <= np.mean(held) <= 0.98
+
+
 @pytest.mark.parametrize("between", [0.0, 1.0])
 def test_an_interval_holds_the_mean_as_often_as_it_says(between: float) -> None:
     rng = np.random.default_rng(5)
@@ -50,6 +72,19 @@ def test_calls_that_all_agree_are_known_to_be_so() -> None:
 )
 def test_too_little_has_no_interval(found: list[np.ndarray], q: float) -> None:
     assert clustered.percentile(found, q, 0.95) is None
+
+
+@pytest.mark.parametrize(("k", "confidence"), [(3, 0.95), (5, 0.95), (5, 0.99), (24, 0.95)])
+def test_as_many_calls_as_are_enough_bound_a_percentile_where_windows_are_alike(k: int, confidence: float) -> None:
+    n = clustered.enough(90, k, confidence)
+    assert clustered.percentile([np.full(-(-n // k), 2.0)] * k, 90, confidence) == Interval(2.0, 2.0, 2.0)
+    assert 64 <= n < clustered.enough(99, k, confidence)
+
+
+def test_a_percentile_is_told_with_its_interval_or_that_there_is_none() -> None:
+    assert clustered.in_two_lines(1.23456, Interval(1.23456, 1.2, 1.3), 2) == "1.23\n[1.20, 1.30]"
+    assert clustered.in_two_lines(1.23456, None, 3) == "1.235\nnot bounded"
+    assert clustered.in_two_lines(None, None, 3) == "–"
 
 
 def test_slow_calls_all_in_one_window_bound_no_p99() -> None:

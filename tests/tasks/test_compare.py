@@ -196,9 +196,9 @@ def common(tree: Tree, planted: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     planted("base-ort", 4.0)
     planted("slim-kd-ort", 4.2)
 
-    def compared(base: Timing, slim: Timing) -> Any:
-        timings = {"base-ort": base, "slim-kd-ort": slim}
-        monkeypatch.setattr("tasks.compare.head_to_head", lambda *_: ([timings], None))
+    def compared(base: Timing, slim: Timing, *again: dict[str, Timing]) -> Any:
+        timings = [{"base-ort": base, "slim-kd-ort": slim}, *again]
+        monkeypatch.setattr("tasks.compare.head_to_head", lambda *_: (timings, None))
         found = compare(tree, layout.DATA)
         return found.winner, {v["name"]: v["reasons"] for v in found.variants}
 
@@ -227,6 +227,16 @@ def test_common_rounds_that_can_not_be_used_decide_nothing(common: Any, change: 
     winner, reasons = common(replace(timing(1.0, 0), **change), replace(timing(2.0, 1), **change))
     assert winner == "slim-kd-ort"
     assert all(f"head to head, {told}" in reasons[name][-1] for name in ("base-ort", "slim-kd-ort"))
+
+
+def test_one_opening_that_can_not_be_used_decides_nothing_for_its_engine(common: Any) -> None:
+    good = {"base-ort": timing(1.0, 2), "slim-kd-ort": timing(2.0, 3)}
+    assert common(timing(1.0, 0), timing(2.0, 1), good)[0] == "base-ort"
+    busy = {**good, "base-ort": replace(good["base-ort"], busy="only 3 of 8 rounds were undisturbed")}
+    winner, reasons = common(timing(1.0, 0), timing(2.0, 1), busy)
+    assert winner == "slim-kd-ort"
+    assert "head to head, only 3 of 8" in reasons["base-ort"][-1]
+    assert not any("only 3 of 8" in reason for reason in reasons["slim-kd-ort"])
 
 
 def test_a_variant_comes_back_from_the_comparison(tree: Tree, planted: Any) -> None:

@@ -128,6 +128,12 @@ def test_what_a_call_takes_is_found_above_idle(clock: Clock, step_s: float) -> N
     assert found.power_w == pytest.approx(90, rel=0.03)
 
 
+@pytest.mark.parametrize("step_s", [0.02, 0.05, 0.1])
+def test_idle_power_is_as_steady_as_the_device_however_the_counter_steps(clock: Clock, step_s: float) -> None:
+    windows = [watts for _ in range(6) for watts in energy.idle_w(Steps(clock, 120.0, step_s), 0.5)[0]]
+    assert windows == pytest.approx([120.0] * len(windows), rel=0.005)
+
+
 def test_idle_power_is_waited_for_until_it_settled(clock: Clock) -> None:
     """200 W more right after work, half of it gone each 0.3 s: none of it is left in the windows."""
     windows, settled = energy.idle_w(Cooling(clock, 100.0, 200.0, 0.3), 0.5)

@@ -96,10 +96,15 @@ def test_numbers_within_the_gates_of_energy_memory_and_start_pass() -> None:
     assert verdict(replace(p99, latency_bounds_ms={}), latency_ms_p99=Bound(max=9)) == (
         "rejected",
         (
-            "latency_ms_p99 2.500 ms has no interval: 700 calls in windows that differ so much don't bound it; "
+            "latency_ms_p99 2.500 ms has no interval: 700 calls in these windows don't bound it; "
             "raise benchmark.rounds or window_ms",
         ),
     )
+    old = replace(p99, latency_bounds_ms={}, throughput_bounds={})
+    told = "latency_ms_p99 2.500 ms has no interval on record: run `dvc repro benchmark@good`"
+    assert verdict(old, latency_ms_p99=Bound(max=9)) == ("rejected", (told,))
+    endless = replace(p99, latency_bounds_ms={"p99": Interval(2.5, 2.3, math.inf)})
+    assert verdict(endless, latency_ms_p99=Bound(max=9))[1][0].startswith("latency_ms_p99 has no finite number")
 
 
 def test_memory_is_that_of_the_device_that_the_engine_runs_on() -> None:

@@ -81,6 +81,34 @@ def test_a_session_slowed_on_the_device_takes_its_share_longer_there(on_device: 
     assert slow / plain == pytest.approx(1 + share, rel=1e-4)
 
 
+def test_where_launches_wait_what_the_host_does_meanwhile_hides_no_share(
+    on_device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch ends with the GPU's work; the next takes the host 20 µs, in which what was enqueued after it runs."""
+
+    def waiting(waits: bool) -> Any:
+        session, queued = on_device(0.5), [0.0]
+        session.waits = waits
+        monkeypatch.setattr(planted, "spinner", lambda _: lambda cycles: queued.__setitem__(0, cycles / 2e6))
+
+        def launch() -> None:
+            session.work(max(0.02, queued[0]))
+            queued[0] = 0.0
+            session.work(session.ms)
+
+        monkeypatch.setattr(session, "load", lambda batch: setattr(session, "_enqueue", launch))
+        monkeypatch.setattr(session, "synchronize", lambda: session.work(queued[0]) or queued.__setitem__(0, 0.0))
+        return session
+
+    def told(waits: bool) -> float:
+        slow = SlowedOnDevice(waiting(waits), 0.02)
+        slowly = timed_call(slow, {}, "device")
+        return slowly / timed_call(SlowedOnDevice(waiting(waits), 0.0), {}, "device")
+
+    assert told(True) == pytest.approx(1.02, abs=0.003)
+    assert told(False) == pytest.approx(1.0, abs=0.005)
+
+
 def test_each_load_slows_its_launches_once_and_leaves_the_session_as_it_was(on_device: Any) -> None:
     inner = on_device(1.0)
     session = SlowedOnDevice(inner, 0.5)
@@ -126,10 +154,10 @@ def test_a_real_gpu_takes_its_share_longer_by_its_own_clock(tmp_path: Path, shar
 
     described = replace(manifest.read(tiny_engine(tmp_path, 32, 1), trusted=False), device="cuda")
     batch = {"x": np.ones((1, 32), np.float32)}
-    with Copying(described) as one, Copying(described) as other:
-        plain, slow = SlowedOnDevice(one, 0.0), SlowedOnDevice(other, share)
+    with Copying(described) as session:
+        plain, slow = SlowedOnDevice(session, 0.0), SlowedOnDevice(session, share)
         pairs = [[timed_call(session, batch, "device") for session in (plain, slow)] for _ in range(40)]
         assert median(b / a for a, b in pairs[5:]) == pytest.approx(1 + share, abs=0.01)
-        bare = median(timed_call(other, batch, "device") for _ in range(20))
+        bare = median(timed_call(session, batch, "device") for _ in range(20))
         assert bare < median(a for a, _ in pairs[5:])
         slow.synchronize()

@@ -64,7 +64,9 @@ def test_a_lower_bound_is_shown_as_one_and_a_missing_number_as_a_dash() -> None:
     assert cells(variant("v", rate_of_learning=learning))["learning"] == "≥ 2.2 min"
     unknown = {**learning, "seconds": None, "at_least": False, "reason": "no time is recorded of build@v"}
     assert cells(variant("v", rate_of_learning=unknown))["learning"] == "–"
-    assert cells(variant("v"))["latency"] == "2.000 ms, not bounded"
+    assert cells(variant("v"))["latency"] == "2.000 ms"
+    p99 = {"p99": {"value": 3.0, "low": 2.5, "high": 4.0}}
+    assert cells({**variant("v"), "latency_bounds_ms": p99})["latency"] == "2.000 ms, not bounded"
     bare = cells(variant("v", p50=None))
     assert (bare["latency"], bare["accuracy"], bare.get("throughput_1")) == ("–", "–", None)
 

@@ -17,7 +17,7 @@ from tasks import layers, layout, report_proof, target
 from tasks.compare import WINS, compare
 from tasks.files import read_json, sha256, write_json
 from tasks.params import Tree, load
-from tasks.report import ordered, page, report, row
+from tasks.report import ordered, page, report, row, summarize
 
 KEYS = {
     "name", "lineage", "also", "backend", "accuracy", "accuracy_change", "latency_ms", "throughput_per_s",
@@ -70,6 +70,19 @@ def summary(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def tree(summary: dict[str, Any]) -> Tree:
     return load(layout.PARAMS)
+
+
+def test_a_comparison_of_before_openings_still_makes_a_summary(
+    summary: dict[str, Any], tree: Tree, workload_path: Path
+) -> None:
+    old = {key: value for key, value in read_json(layout.COMPARISON).items() if key not in ("again", "openings")}
+    for variant in old["variants"]:
+        del variant["latency_bounds_ms"], variant["throughput_bounds"]
+    write_json(layout.COMPARISON, old)
+    found = summarize(tree, workload_path, target.fingerprint(), layout.DATA)
+    assert (found["head_to_head_again"], found["openings"]) == ([], {})
+    cells = [row(variant)["latency"] for variant in found["variants"] if variant["latency_ms"]]
+    assert cells and not any("bounded" in cell for cell in cells)
 
 
 def test_the_summary_holds_what_is_documented(summary: dict[str, Any], tree: Tree) -> None:

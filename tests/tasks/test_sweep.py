@@ -122,7 +122,7 @@ def within(windows: list[np.ndarray], limit: float | None) -> tuple[float | None
 
 
 def test_a_call_slower_than_the_limit_is_out_and_one_with_too_few_calls_is_not_in() -> None:
-    alike = [np.full(sweep.CALLS, 2.0)] * sweep.ROUNDS
+    alike = [np.full(sweep.calls_of(5, 0.95), 2.0)] * 5
     assert [within(alike, limit)[1] for limit in (1.9, 2.0, None)] == [False, True, None]
     assert within([np.full(12, 2.0)] * 5, 100) == (None, None)
 
@@ -220,7 +220,7 @@ def test_the_command_writes_json_and_a_page_and_prints_the_best(
 ) -> None:
     monkeypatch.setattr(command.signal, "signal", lambda *_: None)
     words = ["tasks", "sweep", "base-ort", "--batches", "2,1", "--streams", "1", "--max-latency-ms", "5000"]
-    monkeypatch.setattr(sys, "argv", [*words, "--rounds", "2"])
+    monkeypatch.setattr(sys, "argv", [*words, "--rounds", "3"])
     with pytest.raises(SystemExit) as exited:
         command.main()
     printed = capsys.readouterr().out

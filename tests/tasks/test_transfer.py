@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tasks import transfer
 from tasks.settings import BenchmarkParams
@@ -46,18 +47,26 @@ class Parts:
 
 
 def test_the_parts_of_a_call_are_told_apart() -> None:
-    found = transfer.of(Parts(2.0, 4.0, 1.0), INPUTS, BenchmarkParams(batch=2))
+    found = transfer.of(Parts(2.0, 4.0, 1.0), INPUTS, BenchmarkParams(batch=2), lambda: None)
     assert found is not None and (found.batch, found.calls) == (2, 60)
     for part, least in ((found.load_ms, 2.0), (found.run_ms, 4.0), (found.fetch_ms, 1.0), (found.whole_ms, 7.0)):
         assert least <= part.low <= part.value <= part.high < least + 20
     assert found.load_ms.value < found.run_ms.value < found.whole_ms.value
 
 
+@pytest.mark.parametrize(("told", "kept"), [([None, None], None), ([None, "busy", None, None], None), ([], "busy")])
+def test_disturbed_calls_are_made_again_and_told_if_they_had_to_be_used(told: list[Any], kept: str | None) -> None:
+    answers, quick = iter(told), BenchmarkParams(batch=2, warmup_ms=1)
+    found = transfer.of(Parts(0.01, 0.01, 0.01), INPUTS, quick, lambda: next(answers, "busy"))
+    assert found is not None and found.disturbed == kept
+    assert list(answers) == []
+
+
 def test_an_engine_on_the_cpu_has_none() -> None:
     class OnCpu:
         pass
 
-    assert transfer.of(OnCpu(), INPUTS, BenchmarkParams(batch=2)) is None
+    assert transfer.of(OnCpu(), INPUTS, BenchmarkParams(batch=2), lambda: None) is None
 
 
 def test_the_interval_of_a_median_holds_it_as_often_as_it_says() -> None:
