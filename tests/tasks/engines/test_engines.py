@@ -233,7 +233,7 @@ def test_the_bare_call_computes_what_the_session_does(case: Case, session: Any) 
 
 
 def test_the_copies_of_a_call_are_timed_where_it_runs_on_a_gpu(case: Case, session: Any) -> None:
-    found = transfer.of(session, case.samples(8), BenchmarkParams(batch=2))
+    found = transfer.of(session, case.samples(8), BenchmarkParams(batch=2), lambda: None)
     if session.device == "cpu":
         assert found is None
         return
