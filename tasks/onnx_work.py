@@ -1,6 +1,6 @@
 """What the layers of an engine made from ONNX have to do: products and bytes, by the source's shapes.
 
-Shapes come from ONNX's own inference at one batch and length. A layer stands for the nodes of the source that its
+Shapes are those at one batch and length. A layer stands for the nodes of the source that its
 backend says it was fused from: it reads what comes from outside of them, weights included, and writes what others read.
 """
 
@@ -8,23 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 import onnx
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
 from tasks.manifest import Layer
-from tasks.onnx_products import QUANTIZED_LSTM, products
+from tasks.onnx_products import products
+from tasks.onnx_shapes import SHAPES, Tensor, tensors
 from tasks.systolic import Product
 
 # They give another view of their first input, or nothing that is computed.
 VIEWS = {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Dropout"}
-# Their results follow from shapes alone, which are fixed here.
-SHAPES = {"Constant", "Shape", "Size"}
 # They read no more of their first input than they give.
 PARTS = {"Gather", "GatherElements", "GatherND", "Slice"}
-SMALL = 1024
-BITS: dict[int, int] = {TensorProto.INT4: 4, TensorProto.UINT4: 4}
 PRECISIONS: dict[int, str] = {
     TensorProto.FLOAT: "fp32",
     TensorProto.FLOAT16: "fp16",
@@ -47,67 +43,10 @@ class Work:
     products: tuple[Product, ...] = ()
 
 
-@dataclass(frozen=True)
-class Tensor:
-    """A tensor's shape and ONNX type."""
-
-    shape: tuple[int, ...]
-    kind: int
-
-    @property
-    def bytes(self) -> int:
-        """Its size in memory, rounded up."""
-        bits = BITS.get(self.kind) or 8 * helper.tensor_dtype_to_np_dtype(self.kind).itemsize
-        return -(-prod(self.shape) * bits // 8)
-
-
-def tensors(model: onnx.ModelProto, batch: int, lengths: Mapping[str, int]) -> dict[str, Tensor]:
-    """Every tensor of the main graph whose shape is inferred for `batch` samples and these sizes of other axes."""
-    light = _light(model)
-    other = next(iter(lengths.values()), batch)  # An exporter may have given the one dynamic axis a name of its own.
-    for value in light.graph.input:
-        for index, dim in enumerate(value.type.tensor_type.shape.dim):
-            if dim.dim_param:
-                dim.dim_value = lengths.get(dim.dim_param, other) if index else batch
-    inferred = onnx.shape_inference.infer_shapes(light, data_prop=True).graph
-    found = {}
-    for value in (*inferred.input, *inferred.value_info, *inferred.output):
-        kind = value.type.tensor_type
-        if kind.HasField("shape") and all(dim.HasField("dim_value") for dim in kind.shape.dim) and kind.elem_type:
-            found[value.name] = Tensor(tuple(dim.dim_value for dim in kind.shape.dim), kind.elem_type)
-    return found | {i.name: Tensor(tuple(i.dims), i.data_type) for i in model.graph.initializer}
-
-
-def _light(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy for shape inference: large weights as inputs, no noted shapes, no operator unknown to it."""
-    light = onnx.ModelProto()
-    light.ir_version = model.ir_version
-    light.opset_import.extend(model.opset_import)
-    light.functions.extend(model.functions)
-    graph = light.graph
-    graph.name = model.graph.name
-    graph.node.extend(model.graph.node)
-    graph.input.extend(model.graph.input)
-    graph.output.extend(model.graph.output)
-    for output in graph.output:
-        output.type.tensor_type.ClearField("shape")
-    given = {value.name for value in graph.input}
-    for weight in model.graph.initializer:
-        if prod(weight.dims) <= SMALL:
-            graph.initializer.append(weight)
-        elif weight.name not in given:
-            graph.input.append(helper.make_tensor_value_info(weight.name, weight.data_type, list(weight.dims)))
-    for node in graph.node:
-        if node.op_type == QUANTIZED_LSTM:
-            node.op_type, node.domain = "LSTM", ""
-            del node.input[8:]
-    return light
-
-
 def of_model(
     model: onnx.ModelProto, layers: Sequence[Layer], batch: int, lengths: Mapping[str, int]
 ) -> tuple[list[Work], list[str]]:
-    """The work of each layer in the order that it runs, and sentences on what couldn't be counted.
+    """The work of each layer in the order that it runs, and the names of products that couldn't be counted.
 
     A layer that stands for no node of the source, such as a change of layout, has no work: the model doesn't ask for
     it. A product that no layer is told to stand for is a row of its own. Other such nodes count for nothing: what they
@@ -123,7 +62,7 @@ def of_model(
         for i in members
         if products(graph.node[i], known) is None
     ]
-    return found, [f"products of unknown size are left out, {len(lost)} in all, such as {lost[0]}"] if lost else []
+    return found, lost
 
 
 def _fixed(graph: onnx.GraphProto) -> set[int]:

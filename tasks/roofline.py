@@ -67,8 +67,9 @@ class Predicted:
 class Roofline:
     """An engine's layers and their bounds on this machine, and what its batch took by the benchmark.
 
-    `over` is measured over bound; both are None if that batch wasn't measured here. `limit` is what most of the bound
-    is due to. `notes` are sentences on what to be careful with.
+    `over` is measured over bound; both are None if that batch wasn't measured here, and `over` also where not all
+    products could be counted. `limit` is what most of the bound is due to. `notes` are sentences on what to be
+    careful with.
     """
 
     name: str
@@ -103,7 +104,7 @@ def of_engine(tree: Tree, name: str, batch: int | None = None, unit: int = systo
             raise Unavailable(f"the peaks of its device couldn't be probed: {why}")
         return None
     many, lengths = batch or tree.params.benchmark.batch, lengths_of(tree, described)
-    works, notes = works_of(tree, name, described, many, lengths)
+    works, notes, lost = works_of(tree, name, described, many, lengths)
     times = layer_times(name, described, here, many, lengths)
     bounds = tuple(_layer(work, ceiling, times.get(work.name), unit) for work in works)
     measured, doubt = _measured(name, described, here, many)
@@ -120,11 +121,11 @@ def of_engine(tree: Tree, name: str, batch: int | None = None, unit: int = systo
         bound_ms=total,
         limit=_main([(layer.limit, layer.bound_ms) for layer in bounds]),
         measured_ms=measured,
-        over=measured / total if measured and total else None,
+        over=measured / total if measured and total and not lost else None,
         layers=bounds,
         predicted=tuple(predict(works, sheet) for sheet in datasheets.SHEETS),
         unit=unit,
-        notes=tuple(notes + doubt + _doubts(ceiling, works)),
+        notes=tuple(notes + _left_out(lost) + doubt + _doubts(ceiling, works)),
     )
 
 
@@ -136,8 +137,8 @@ def lengths_of(tree: Tree, described: Manifest) -> dict[str, int]:
 
 def works_of(
     tree: Tree, name: str, described: Manifest, batch: int, lengths: Mapping[str, int]
-) -> tuple[list[Work], list[str]]:
-    """What each layer of an engine has to do, and sentences on what couldn't be counted.
+) -> tuple[list[Work], list[str], list[str]]:
+    """What each layer of an engine has to do, what to be careful with, and names of products that couldn't be counted.
 
     From the ONNX file that it was built from, or from the model that its program or checkpoint is of.
     """
@@ -148,7 +149,7 @@ def works_of(
         loaded = checkpoint.load(layout.artifact(model))
         length, compiled = next(iter(lengths.values()), None), described.backend == "inductor"
         asked = described.precision_asked
-        return module_work.of_modules(loaded.model, loaded.workload, batch, length, asked, compiled), []
+        return module_work.of_modules(loaded.model, loaded.workload, batch, length, asked, compiled), [], []
     from tasks import onnx_file, onnx_work
 
     source = layout.artifact(str(tree.nodes[name].parent))
@@ -160,8 +161,8 @@ def works_of(
             do=f"rebuild: {described.rebuild}",
         )
     told = layers.read(layout.artifact(name))
-    works, notes = onnx_work.of_model(onnx_file.load(source), told, batch, lengths)
-    return works, notes if told else [*notes, UNTOLD]
+    works, lost = onnx_work.of_model(onnx_file.load(source), told, batch, lengths)
+    return works, [] if told else [UNTOLD], lost
 
 
 def bound(work: Work, flops_per_s: Mapping[str, float], bytes_per_s: float) -> tuple[float, str]:
@@ -228,6 +229,10 @@ def _measured(name: str, described: Manifest, here: str, batch: int) -> tuple[fl
                 doubts.append("its timing holds copies to the GPU and back, the bound doesn't")
             return p50, doubts
     return None, []
+
+
+def _left_out(lost: Sequence[str]) -> list[str]:
+    return [f"products of unknown size are left out, {len(lost)} in all, such as {lost[0]}"] if lost else []
 
 
 def _doubts(ceiling: Peaks, works: Sequence[Work]) -> list[str]:

@@ -69,7 +69,7 @@ def summary(found: Roofline) -> dict[str, str]:
 
 def numbers(found: Roofline) -> dict[str, Any]:
     """An engine's totals as `summary.json` has them: floating-point operations, bytes, milliseconds a call."""
-    keys = ("batch", "flops", "bytes", "bound_ms", "measured_ms", "over", "limit")
+    keys = ("batch", "flops", "bytes", "bound_ms", "measured_ms", "over", "limit", "notes")
     return {key: getattr(found, key) for key in keys}
 
 

@@ -12,7 +12,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from tasks import account, checkpoint, layers, onnx_file
 from tasks.manifest import Layer
-from tasks.onnx_work import Work, of_model, tensors
+from tasks.onnx_shapes import tensors
+from tasks.onnx_work import Work, of_model
 
 
 def model_of(
@@ -36,8 +37,8 @@ def model_of(
 
 
 def works(model: onnx.ModelProto, batch: int, told: tuple[Layer, ...] = (), **lengths: int) -> list[Work]:
-    found, notes = of_model(model, told, batch, lengths)
-    assert not notes
+    found, lost = of_model(model, told, batch, lengths)
+    assert not lost
     return found
 
 
@@ -207,8 +208,33 @@ def test_a_product_that_no_layer_tells_of_counts_and_one_of_unknown_size_is_said
         {"w": zeros(8, 8)},
         domains=("own",),
     )
-    _, notes = of_model(lost, (), 2, {})
-    assert notes == ["products of unknown size are left out, 1 in all, such as mm"]
+    assert of_model(lost, (), 2, {})[1] == ["mm"]
+
+
+def test_a_slice_whose_end_is_computed_from_a_shape_has_the_size_it_gives() -> None:
+    """As exporters write position embeddings: places are cut to the length of the input, which is known here."""
+    nodes = [
+        helper.make_node("Shape", ["x"], ["length"], "shape", start=1, end=2),
+        helper.make_node("Slice", ["places", "zero", "length", "one"], ["used"], "slice"),
+        helper.make_node("Gather", ["table", "used"], ["rows"], "gather"),
+        helper.make_node("Add", ["x", "rows"], ["sum"], "add"),
+        helper.make_node("MatMul", ["sum", "w"], ["y"], "mm"),
+    ]
+    weights = {"places": np.arange(512)[None], "table": zeros(512, 8), "w": zeros(8, 4)}
+    weights |= {"zero": np.array([0]), "one": np.array([1])}
+    for length in (3, 48):
+        model = model_of(nodes, ["n", "tokens", 8], weights)
+        found = {work.name: work for work in works(model, 2, tokens=length)}
+        assert found["mm"].multiply_adds == 2 * length * 8 * 4
+        assert tensors(model, 2, {"tokens": length})["rows"].shape == (1, length, 8)
+    assert [node.name for node in model.graph.node] == ["shape", "slice", "gather", "add", "mm"], "left as it was"
+
+
+def test_what_follows_from_large_weights_is_not_computed() -> None:
+    nodes = [helper.make_node("Neg", ["w"], ["v"], "neg"), helper.make_node("MatMul", ["x", "v"], ["y"], "mm")]
+    model = model_of(nodes, ["n", 64], {"w": zeros(64, 64)})
+    assert tensors(model, 2, {})["v"].shape == (64, 64)
+    assert [work.multiply_adds for work in works(model, 2) if work.name == "mm"] == [2 * 64 * 64]
 
 
 def test_lengths_and_shapes_computed_inside_follow_the_batch() -> None:

@@ -323,9 +323,20 @@ def test_the_commands_probe_profile_and_print(
         roofline_commands.peaks(force=False, threads=[0])
 
 
+def test_an_engine_with_products_of_unknown_size_is_in_no_proportion_to_its_bound(
+    tree: Tree, probed: Peaks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = roofline.works_of
+    monkeypatch.setattr(roofline, "works_of", lambda *given: (*real(*given)[:2], ["mm", "other"]))
+    found = roofline.of_engine(tree, "base-ort")
+    assert found is not None and found.measured_ms and found.bound_ms and found.over is None
+    told = "products of unknown size are left out, 2 in all, such as mm"
+    assert told in found.notes and told in roofline_table.numbers(found)["notes"]
+
+
 def test_layers_of_a_gpu_engine_are_counted_without_the_gpu(tree: Tree, probed: Peaks) -> None:
     """RTX engines are built here: their layers' work is known, their bound isn't, without the GPU's peaks."""
     described = manifest.read(layout.artifact("base-rtx"))
-    works, notes = roofline.works_of(tree, "base-rtx", described, 1, {})
-    assert 2 * sum(work.multiply_adds for work in works) == 2 * closed_form(1)[0] and not notes
+    works, notes, lost = roofline.works_of(tree, "base-rtx", described, 1, {})
+    assert 2 * sum(work.multiply_adds for work in works) == 2 * closed_form(1)[0] and not notes and not lost
     assert roofline.of_engine(tree, "base-rtx") is None
