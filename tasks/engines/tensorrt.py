@@ -63,6 +63,7 @@ def timing_cache(gpu: dict[str, str], onnx_sha256: str, spec: BuildParams) -> Pa
     return layout.STATE / "timing" / f"{re.sub(r'[^A-Za-z0-9.]+', '-', name)}.cache"
 
 
+@trt_callbacks.uncollected()
 def open(folder: Path, described: Manifest) -> DeviceSession:
     """Open an engine on the GPU.
 

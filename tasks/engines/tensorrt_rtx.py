@@ -46,6 +46,7 @@ def build(source: Path, folder: Path, spec: BuildParams) -> Built:
     return built
 
 
+@trt_callbacks.uncollected()
 def validity(folder: Path, described: Manifest) -> str:
     """What the runtime says of an engine's header: "valid", "suboptimal", or why it can't run on this machine.
 
@@ -68,6 +69,7 @@ def validity(folder: Path, described: Manifest) -> str:
     return ", ".join(diagnostics) or state.name.lower()
 
 
+@trt_callbacks.uncollected()
 def open(folder: Path, described: Manifest) -> DeviceSession:
     """Open an engine on an RTX GPU.
 

@@ -25,6 +25,7 @@ from tasks.manifest import Layer, Manifest, TensorSpec, dynamic
 from tasks.settings import BuildParams
 
 
+@trt_callbacks.uncollected()
 def build(
     trt: Any,
     source: Path,

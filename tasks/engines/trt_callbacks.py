@@ -7,6 +7,7 @@ comes and asked for at the next step. `trt` is the module tensorrt or tensorrt_r
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import threading
@@ -40,6 +41,22 @@ def logger(trt: Any) -> Any:
                 self.layers = msg
 
     return Log()
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """No cyclic garbage collection in the block, or in a function that this decorates.
+
+    TensorRT may log while it holds the lock that a builder's destructor takes. A collection that begins in the logger's
+    Python code, and finds a builder that a failed build's traceback had kept, would wait for itself forever.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def said(log: Any, otherwise: str) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -205,3 +207,42 @@ def test_an_engine_of_another_version_is_refused(engine: Path) -> None:
     with pytest.raises(Fault, match="was built by another version") as caught:
         tensorrt_rtx.open(engine, described)
     assert caught.value.expected == "built for: tensorrt_rtx 1.0.0.21"
+
+
+# The collection is asked for where Python would begin one by itself some day: in the logger, under TensorRT's lock.
+LEFT_BEHIND = """
+import gc, sys
+from pathlib import Path
+import tensorrt_rtx as trt
+from tasks import manifest
+from tasks.engines import tensorrt_rtx, trt_callbacks
+
+left = {"builder": trt.Builder(trt_callbacks.logger(trt))}
+left["itself"] = left
+gc.disable()
+del left
+
+class Log(trt.ILogger):
+    called = 0
+
+    def log(self, severity, message):
+        Log.called += 1
+        if gc.isenabled():
+            gc.collect()
+
+kept = []
+trt_callbacks.logger = lambda _: kept.append(Log()) or kept[-1]
+gc.enable()
+folder = Path(sys.argv[1])
+print(tensorrt_rtx.validity(folder, manifest.read(folder)), Log.called, gc.isenabled())
+"""
+
+
+def test_a_builder_that_a_failed_build_left_behind_is_not_destroyed_under_the_runtimes_lock(engine: Path) -> None:
+    command = [sys.executable, "-c", LEFT_BEHIND, str(engine)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3])}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    said, called, enabled = ended.stdout.rsplit(maxsplit=2)
+    assert said
+    assert int(called) > 0 and enabled == "True"
