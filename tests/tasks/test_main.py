@@ -156,7 +156,7 @@ def test_plaster_prints_the_scorecards_or_says_why_there_are_none(run_main: Any)
         "energy_efficiency": {"inferences_per_joule": None, "reason": "not run"},
         "rate_of_learning": {"seconds": 9.0, "at_least": False, "reason": None, "by_stage": {}},
     }
-    one = {"name": "best", "also": [], "verdict": "not_run", "speedup": None}
+    one = {"name": "best", "also": [], "verdict": "not_run", "speedup": None, "latency_ms": None}
     summary = {"workload": "tiny", "target": target, "baseline": "base", "variants": [one]}
     write_json(layout.SUMMARY, summary)
     assert "the summary has no scorecards" in run_main("plaster")[2]
