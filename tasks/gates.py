@@ -81,7 +81,7 @@ def _unknown(name: str, variant: Variant) -> str:
     if value is None or not math.isfinite(value) or interval or not variant.latency_ms:
         return f"{name} has no finite number{_why(name, variant)}"
     if not (variant.latency_bounds_ms or variant.throughput_bounds):
-        return f"{name} {shown(name, value)} has no interval on record: run `dvc repro benchmark@{variant.name}`"
+        return f"{name} {shown(name, value)} has no interval on record: run `dvc repro -f benchmark@{variant.name}`"
     told = f"{variant.latency_ms['n']} calls in these windows don't bound it"
     return f"{name} {shown(name, value)} has no interval: {told}; raise benchmark.rounds or window_ms"
 

@@ -8,13 +8,19 @@ from math import prod
 
 import numpy as np
 import onnx
-from onnx import AttributeProto, TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
+from tasks.onnx_file import graphs
 from tasks.onnx_products import QUANTIZED_LSTM
 
 # Their results follow from shapes alone, which are fixed here.
 SHAPES = {"Constant", "Shape", "Size"}
+# What exporters compute sizes with: the results are about as large as what goes in.
+ARITHMETIC = {
+    *("Shape", "Size", "Constant", "Identity", "Cast", "Slice", "Gather", "Concat", "Unsqueeze", "Squeeze", "Reshape"),
+    *("Add", "Sub", "Mul", "Div", "Mod", "Neg", "Min", "Max", "Equal", "Where"),
+}
 SMALL = 1024
 BITS: dict[int, int] = {TensorProto.INT4: 4, TensorProto.UINT4: 4}
 
@@ -48,13 +54,18 @@ def tensors(model: onnx.ModelProto, batch: int, lengths: Mapping[str, int]) -> d
 
 
 def _inferred(light: onnx.ModelProto) -> dict[str, Tensor]:
-    """What shape inference finds once all that follows from shapes alone has been computed; it changes `light`.
+    """What shape inference finds once what exporters compute sizes with has been computed; it changes `light`.
 
     Inference knows what a Slice gives only if its ends are constants, and exporters compute them from shapes.
     """
+    found: dict[str, Tensor] = {}
     while True:
-        graph = onnx.shape_inference.infer_shapes(light, data_prop=True).graph
-        found = {}
+        try:
+            graph = onnx.shape_inference.infer_shapes(light, data_prop=True).graph
+        except onnx.shape_inference.InferenceError:
+            if not found:
+                raise
+            return found
         for value in (*graph.input, *graph.value_info, *graph.output):
             kind = value.type.tensor_type
             if kind.HasField("shape") and all(dim.HasField("dim_value") for dim in kind.shape.dim) and kind.elem_type:
@@ -64,38 +75,43 @@ def _inferred(light: onnx.ModelProto) -> dict[str, Tensor]:
 
 
 def _fold(light: onnx.ModelProto, known: Mapping[str, Tensor]) -> bool:
-    """Put constants in the place of nodes that shapes alone decide; whether there were any."""
+    """Put constants in the place of nodes that compute sizes; whether there were any.
+
+    Those that a branch or a loop's body reads stay: inference tells these of nodes, and not of constants.
+    """
+    read_inside = {name for graph in list(graphs(light.graph))[1:] for node in graph.node for name in node.input}
     constants = {i.name: numpy_helper.to_array(i) for i in light.graph.initializer}
-    kept, before = [], len(constants)
+    kept, new = [], dict[str, np.ndarray]()
     for node in light.graph.node:
         values = _computed(node, constants, known, light)
-        if values is None:
-            kept.append(node)
         constants |= values or {}
+        if values is None or not read_inside.isdisjoint(node.output):
+            kept.append(node)
+        else:
+            new |= values
     del light.graph.node[:]
     light.graph.node.extend(kept)
-    light.graph.initializer.extend(numpy_helper.from_array(constants[name], name) for name in list(constants)[before:])
-    return len(constants) > before
+    light.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in new.items())
+    return bool(new)
 
 
 def _computed(
     node: onnx.NodeProto, constants: Mapping[str, np.ndarray], known: Mapping[str, Tensor], light: onnx.ModelProto
 ) -> dict[str, np.ndarray] | None:
-    """The outputs of a node that follows from constants, or from the shape of its input; None for any other."""
+    """The output of a node that computes a size from constants, or from the shape of its input; None for any other."""
+    if node.domain or node.op_type not in ARITHMETIC:
+        return None
     feeds = {name: constants[name] for name in node.input if name in constants}
     if node.op_type in ("Shape", "Size") and node.input[0] in known:
         # Nothing of the input counts but its shape.
         feeds[node.input[0]] = np.broadcast_to(np.float32(0), known[node.input[0]].shape)
-    if node.domain or any(name and name not in feeds for name in node.input):
-        return None
-    if any(a.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS) for a in node.attribute):
+    if any(name and name not in feeds for name in node.input):
         return None
     try:
-        values = ReferenceEvaluator(node, opsets={o.domain: o.version for o in light.opset_import}).run(None, feeds)
+        (value,) = ReferenceEvaluator(node, opsets={o.domain: o.version for o in light.opset_import}).run(None, feeds)
     except Exception:  # Python code of any operator
         return None
-    outputs = {name: np.asarray(value) for name, value in zip(node.output, values, strict=False) if name}
-    return outputs if all(value.size <= SMALL for value in outputs.values()) else None
+    return {node.output[0]: np.asarray(value)} if np.size(value) <= SMALL else None
 
 
 def _light(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -106,8 +122,13 @@ def _light(model: onnx.ModelProto) -> onnx.ModelProto:
     light.functions.extend(model.functions)
     graph = light.graph
     graph.name = model.graph.name
-    graph.node.extend(model.graph.node)
     graph.input.extend(model.graph.input)
+    for node in model.graph.node:
+        held = next((a.t for a in node.attribute if node.op_type == "Constant" and a.HasField("t")), None)
+        if held is not None and prod(held.dims) > SMALL:
+            graph.input.append(helper.make_tensor_value_info(node.output[0], held.data_type, list(held.dims)))
+        else:
+            graph.node.append(node)
     graph.output.extend(model.graph.output)
     for output in graph.output:
         output.type.tensor_type.ClearField("shape")

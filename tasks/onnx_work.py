@@ -70,6 +70,8 @@ def _fixed(graph: onnx.GraphProto) -> set[int]:
     constant = {i.name for i in graph.initializer} | {""}
     found = set()
     for index, node in enumerate(graph.node):
+        if any(attribute.HasField("g") or attribute.graphs for attribute in node.attribute):
+            continue  # Its branches may read anything.
         if node.op_type in SHAPES or (node.input and all(name in constant for name in node.input)):
             found.add(index)
             constant |= set(node.output)

@@ -10,6 +10,7 @@ from typing import cast
 
 from scipy.stats import quantile_test
 
+from tasks.disturbance import Host
 from tasks.engines.protocol import DeviceSession, Session
 from tasks.settings import BenchmarkParams
 from tasks.stats import Interval
@@ -44,7 +45,7 @@ def of(
 ) -> Transfer | None:
     """Time the parts of calls on rotating `inputs` [n, …] at `params.batch`; None for an engine that isn't on a GPU.
 
-    Calls that `disturbed` tells of are made again, twice at most.
+    Calls that `disturbed` tells of, or that other processes held up, are made again, twice at most.
     """
     if not hasattr(session, "device_ms"):
         return None
@@ -55,10 +56,12 @@ def of(
     start = time.perf_counter()
     while time.perf_counter() < start + params.warmup_ms / 1e3:
         device.run(next(batches))
+    watches: list[Callable[[], str | None]] = [Host(params.max_lost), disturbed]
     for _ in range(1 + RETRIES):
-        disturbed()
+        for watch in watches:
+            watch()
         parts, whole = _calls(device, batches)
-        if (told := disturbed()) is None:
+        if (told := next((said for watch in watches if (said := watch())), None)) is None:
             break
     load, run, fetch = (_median([part[i] for part in parts]) for i in range(3))
     return Transfer(params.batch, CALLS, load, run, fetch, _median(whole), told)

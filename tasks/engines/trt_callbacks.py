@@ -17,6 +17,8 @@ from typing import Any
 
 SHOWN_S = 1.0  # Phases within others are told of if they took this long.
 LAYERS = "Layers:\n"
+# How many threads are inside of `uncollected`, and whether garbage was collected before the first.
+_entering, _uncollected = threading.Lock(), {"depth": 0, "enabled": 1}
 
 
 def logger(trt: Any) -> Any:
@@ -45,18 +47,23 @@ def logger(trt: Any) -> Any:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """No cyclic garbage collection in the block, or in a function that this decorates.
+    """No cyclic garbage collection in the block, or in a function that this decorates: what makes TensorRT's objects.
 
     TensorRT may log while it holds the lock that a builder's destructor takes. A collection that begins in the logger's
     Python code, and finds a builder that a failed build's traceback had kept, would wait for itself forever.
     """
-    enabled = gc.isenabled()
-    gc.disable()
+    with _entering:
+        if not _uncollected["depth"]:
+            _uncollected["enabled"] = gc.isenabled()
+            gc.disable()
+        _uncollected["depth"] += 1
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        with _entering:
+            _uncollected["depth"] -= 1
+            if not _uncollected["depth"] and _uncollected["enabled"]:
+                gc.enable()
 
 
 def said(log: Any, otherwise: str) -> str:

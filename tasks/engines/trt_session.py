@@ -91,6 +91,7 @@ class TensorRtSession(CudaSession):
             self.close()
             raise
 
+    @trt_callbacks.uncollected()
     def fork(self, share_memory: bool = False) -> TensorRtSession:
         """Another session on the same engine, with a context, a stream and buffers of its own.
 
@@ -99,6 +100,7 @@ class TensorRtSession(CudaSession):
         self.synchronize()  # What was started alone was not noted for others to wait for.
         return TensorRtSession(self.trt, self._described, self._on, self._activations if share_memory else None)
 
+    @trt_callbacks.uncollected()
     def prepare(self, shapes: Shapes, outputs: Shapes) -> Callable[[], None]:
         """Give TensorRT the shapes; with CUDA graphs, run them once and capture the graph in a context of its own.
 
@@ -119,6 +121,7 @@ class TensorRtSession(CudaSession):
         self._graphs.append(graph)
         return lambda: activations.turn(stream, graph.launch)
 
+    @trt_callbacks.uncollected()
     def release(self) -> None:
         """Free graphs and contexts, then the activations if nobody else uses them."""
         for graph in self._graphs:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tasks import gates, layout, results
-from tasks.compare import WINS, _winner, compare, finalists, judged_variants
+from tasks.compare import WINS, _winner, compare, finalists, head_to_head, judged_variants
 from tasks.data import read, write
 from tasks.files import read_json, write_json
 from tasks.measure import Timing
@@ -137,6 +137,22 @@ def test_finalists_are_opened_as_often_as_a_benchmark_and_their_ranking_is_of_al
     loser = ({"base-ort", "slim-kd-ort"} - {comparison.winner}).pop()
     told = next(v["reasons"][0] for v in comparison.variants if v["name"] == loser)
     assert told.endswith(gates.shown("speedup", together.gain(comparison.winner, loser)))
+
+
+@pytest.mark.parametrize(("openings", "width"), [(1, 0.05), (3, 0.05 * 3**0.5)])
+def test_finalists_are_timed_until_their_ratios_are_known_to_5_percent(
+    monkeypatch: pytest.MonkeyPatch, openings: int, width: float
+) -> None:
+    plans = []
+    monkeypatch.setattr("tasks.compare.opened", lambda plan: plans.append(plan) or ([{}], None))
+    monkeypatch.setattr("tasks.compare.again", lambda plan: [])
+    monkeypatch.setattr("tasks.compare.merged", lambda seen: seen)
+    params = BenchmarkParams(openings=openings, also=(8,), max_width=0.15)
+    assert head_to_head(["a", "b", "c"], layout.DATA, params) == ([{}], [None])
+    (plan,) = plans
+    (settings,) = plan.batches
+    assert settings.max_width == pytest.approx(width)
+    assert (list(plan.folders), plan.family, plan.fastest, settings.also) == (["a", "b", "c"], 3, True, ())
 
 
 def test_a_worse_accuracy_is_rejected_however_fast(tree: Tree, planted: Any) -> None:

@@ -101,7 +101,7 @@ def test_numbers_within_the_gates_of_energy_memory_and_start_pass() -> None:
         ),
     )
     old = replace(p99, latency_bounds_ms={}, throughput_bounds={})
-    told = "latency_ms_p99 2.500 ms has no interval on record: run `dvc repro benchmark@good`"
+    told = "latency_ms_p99 2.500 ms has no interval on record: run `dvc repro -f benchmark@good`"
     assert verdict(old, latency_ms_p99=Bound(max=9)) == ("rejected", (told,))
     endless = replace(p99, latency_bounds_ms={"p99": Interval(2.5, 2.3, math.inf)})
     assert verdict(endless, latency_ms_p99=Bound(max=9))[1][0].startswith("latency_ms_p99 has no finite number")

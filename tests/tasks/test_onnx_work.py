@@ -10,7 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from tasks import account, checkpoint, layers, onnx_file
+from tasks import account, checkpoint, layers, onnx_file, onnx_shapes
 from tasks.manifest import Layer
 from tasks.onnx_shapes import tensors
 from tasks.onnx_work import Work, of_model
@@ -230,11 +230,49 @@ def test_a_slice_whose_end_is_computed_from_a_shape_has_the_size_it_gives() -> N
     assert [node.name for node in model.graph.node] == ["shape", "slice", "gather", "add", "mm"], "left as it was"
 
 
-def test_what_follows_from_large_weights_is_not_computed() -> None:
-    nodes = [helper.make_node("Neg", ["w"], ["v"], "neg"), helper.make_node("MatMul", ["x", "v"], ["y"], "mm")]
-    model = model_of(nodes, ["n", 64], {"w": zeros(64, 64)})
-    assert tensors(model, 2, {})["v"].shape == (64, 64)
-    assert [work.multiply_adds for work in works(model, 2) if work.name == "mm"] == [2 * 64 * 64]
+def test_no_large_tensor_is_computed_to_know_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask of the size of the input's, and a large constant in the graph: shapes say all that is needed of them."""
+    large = helper.make_node("Constant", [], ["table"], "constant", value=numpy_helper.from_array(zeros(2048, 8)))
+    nodes = [
+        large,
+        helper.make_node("Shape", ["x"], ["size"], "shape"),
+        helper.make_node("Expand", ["one", "size"], ["mask"], "expand"),
+        helper.make_node("Add", ["x", "mask"], ["sum"], "add"),
+        helper.make_node("Gather", ["table", "rows"], ["some"], "gather"),
+        helper.make_node("MatMul", ["sum", "some"], ["y"], "mm"),
+    ]
+    weights = {"one": np.ones(1, np.float32), "rows": np.arange(64)}
+    computed = []
+    real = onnx_shapes.ReferenceEvaluator
+    monkeypatch.setattr(
+        onnx_shapes, "ReferenceEvaluator", lambda node, **more: computed.append(node.op_type) or real(node, **more)
+    )
+    found = tensors(model_of(nodes, ["n", 4096, 64], weights), 2, {})
+    assert (found["mask"].shape, found["table"].shape, found["some"].shape) == ((2, 4096, 64), (2048, 8), (64, 8))
+    assert found["y"].shape == (2, 4096, 8) and set(computed) == {"Shape"}
+
+
+def test_a_branch_still_knows_the_size_that_was_computed_outside_of_it() -> None:
+    branch = helper.make_graph(
+        [helper.make_node("Reshape", ["x", "size"], ["inner"])],
+        "branch",
+        [],
+        [helper.make_tensor_value_info("inner", TensorProto.FLOAT, None)],
+    )
+    nodes = [
+        helper.make_node("Shape", ["x"], ["size"], "shape"),
+        helper.make_node("If", ["yes"], ["z"], "if", then_branch=branch, else_branch=branch),
+        helper.make_node("MatMul", ["z", "w"], ["y"], "mm"),
+    ]
+    model = model_of(nodes, ["n", 4], {"yes": np.array(True), "w": zeros(4, 8)})
+    assert tensors(model, 2, {})["z"].shape == (2, 4)
+    assert [work.multiply_adds for work in works(model, 2) if work.name == "mm"] == [2 * 4 * 8]
+
+
+def test_a_size_that_does_not_fit_what_is_declared_leaves_what_was_known_before() -> None:
+    model = model_of([helper.make_node("Shape", ["x"], ["y"], "shape")], ["n", 4], {})
+    model.graph.output[0].type.tensor_type.elem_type = TensorProto.INT32
+    assert tensors(model, 2, {})["x"].shape == (2, 4)
 
 
 def test_lengths_and_shapes_computed_inside_follow_the_batch() -> None:

@@ -47,7 +47,7 @@ class Parts:
 
 
 def test_the_parts_of_a_call_are_told_apart() -> None:
-    found = transfer.of(Parts(2.0, 4.0, 1.0), INPUTS, BenchmarkParams(batch=2), lambda: None)
+    found = transfer.of(Parts(2.0, 4.0, 1.0), INPUTS, BenchmarkParams(batch=2, max_lost=1000), lambda: None)
     assert found is not None and (found.batch, found.calls) == (2, 60)
     for part, least in ((found.load_ms, 2.0), (found.run_ms, 4.0), (found.fetch_ms, 1.0), (found.whole_ms, 7.0)):
         assert least <= part.low <= part.value <= part.high < least + 20
@@ -56,7 +56,7 @@ def test_the_parts_of_a_call_are_told_apart() -> None:
 
 @pytest.mark.parametrize(("told", "kept"), [([None, None], None), ([None, "busy", None, None], None), ([], "busy")])
 def test_disturbed_calls_are_made_again_and_told_if_they_had_to_be_used(told: list[Any], kept: str | None) -> None:
-    answers, quick = iter(told), BenchmarkParams(batch=2, warmup_ms=1)
+    answers, quick = iter(told), BenchmarkParams(batch=2, warmup_ms=1, max_lost=1000)
     found = transfer.of(Parts(0.01, 0.01, 0.01), INPUTS, quick, lambda: next(answers, "busy"))
     assert found is not None and found.disturbed == kept
     assert list(answers) == []
