@@ -14,9 +14,9 @@ from tasks.data import read
 from tasks.engines.protocol import Session, open_engine
 from tasks.errors import Fault
 from tasks.files import size_bytes
-from tasks.monitor import Conditions, merged
+from tasks.monitor import Conditions
 from tasks.params import Tree
-from tasks.reopening import Plan, again, opened, share
+from tasks.reopening import all_openings
 from tasks.results import Variant
 from tasks.scatter import allowance
 from tasks.settings import BenchmarkParams
@@ -86,10 +86,8 @@ def _side_by_side(
 
     The first time the challenger is: what favours the engine that was opened last, favours the champion.
     """
-    settings = share(params.model_copy(update={"also": ()}))
-    plan = Plan({"engine": challenger, "baseline": champion}, data, [settings])
-    found = [opened(plan), *again(plan)]
-    return [Opening.of(timings) for (timings,), _ in found], merged([seen for _, seen in found])
+    found, conditions = all_openings({"engine": challenger, "baseline": champion}, data, params)
+    return [Opening.of(timings) for timings in found], conditions
 
 
 def _fails_today(folder: Path, defender: Session, tree: Tree, workload: Path, data: Path) -> str | None:

@@ -52,6 +52,16 @@ def bounds(windows: Sequence[np.ndarray], percents: Sequence[int], confidence: f
     return {name: interval for name, interval in found.items() if interval}
 
 
+def of_calls(
+    windows: Sequence[np.ndarray], percents: Sequence[int], batch: int, confidence: float
+) -> dict[str, Interval]:
+    """As `bounds`, of milliseconds a call, and of `throughput_per_s`, the samples a second at their mean."""
+    found, call = bounds(windows, percents, confidence), mean(windows, confidence)
+    if call and call.low > 0:
+        found["throughput_per_s"] = Interval(*(batch / ms * 1e3 for ms in (call.value, call.high, call.low)))
+    return found
+
+
 def enough(q: float, k: int, confidence: float) -> int:
     """The fewest calls that bound the q-th percentile in `k` windows, 2 at least, which tell an error as it is."""
     share, t, n = q / 100, float(stdtrit(k - 1, (1 + confidence) / 2)), needed(q)

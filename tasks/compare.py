@@ -11,11 +11,11 @@ from typing import Any
 from tasks import curves, layout, results
 from tasks.files import digest_of, read_json, sha256
 from tasks.gates import judge, shown
-from tasks.monitor import Conditions, merged
+from tasks.monitor import Conditions
 from tasks.openings import Openings
 from tasks.params import Tree
 from tasks.record import lineage_params
-from tasks.reopening import Plan, Timings, again, opened, share
+from tasks.reopening import Timings, all_openings
 from tasks.results import Variant
 from tasks.settings import BenchmarkParams
 from tasks.stats import quotient
@@ -122,12 +122,9 @@ def head_to_head(names: list[str], data: Path, params: BenchmarkParams) -> tuple
     They are opened as often as a benchmark opens its engines. Several openings go on until the mean of all tells apart
     what counts as a difference, or their rounds are used up.
     """
-    width = min(params.max_width, AS_FAST - 1)
-    settings = share(params.model_copy(update={"also": (), "max_width": width}))
+    settings = params.model_copy(update={"max_width": min(params.max_width, AS_FAST - 1)})
     folders = {name: layout.artifact(name) for name in names}
-    plan = Plan(folders, data, [settings], family=pairs(len(names)), fastest=True)
-    found = [opened(plan), *again(plan)]
-    return [timings for (timings,), _ in found], merged([seen for _, seen in found])
+    return all_openings(folders, data, settings, family=pairs(len(names)), fastest=True)
 
 
 def _dominates(a: Variant, b: Variant) -> bool:

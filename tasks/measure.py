@@ -15,10 +15,9 @@ from tasks.disturbance import load_average as load_average
 from tasks.engines.protocol import Session
 from tasks.errors import Fault
 from tasks.settings import BenchmarkParams
-from tasks.stats import Interval, percentile, ratio
+from tasks.stats import percentile, ratio
 from tasks.target import last_level_cache_bytes
 from tasks.timing import Timing as Timing
-from tasks.timing import confidence_of as confidence_of
 from tasks.timing import inputs_of as inputs_of
 from tasks.timing import make_pool, timed_call
 from tasks.timing import relative_width as relative_width
@@ -269,16 +268,8 @@ class Measurement:
             reopen_sd=params.reopen_sd,
             discarded=dict(self.discarded[name]),
             busy=told if clean < n else None,
-            bounds=self._bounds(windows, [50, 90, 99] if single else [50]),
+            bounds=clustered.of_calls(windows, (50, 90, 99) if single else (50,), params.batch, params.confidence),
         )
-
-    def _bounds(self, windows: list[np.ndarray], percents: list[int]) -> dict[str, Interval]:
-        batch, sure = self.params.batch, self.params.confidence
-        found = clustered.bounds(windows, percents, sure)
-        if (mean := clustered.mean(windows, sure)) and mean.low > 0:
-            rates = (batch / ms * 1e3 for ms in (mean.value, mean.high, mean.low))
-            found["throughput_per_s"] = Interval(*rates)
-        return found
 
 
 def require_clock(sessions: Mapping[str, Session], clock: str) -> None:

@@ -14,11 +14,13 @@ from onnx import TensorProto
 
 from tasks.manifest import Layer
 from tasks.onnx_products import products
-from tasks.onnx_shapes import SHAPES, Tensor, tensors
+from tasks.onnx_shapes import Tensor, tensors
 from tasks.systolic import Product
 
 # They give another view of their first input, or nothing that is computed.
 VIEWS = {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Dropout"}
+# Their results follow from shapes alone, which are fixed here.
+SHAPES = {"Constant", "Shape", "Size"}
 # They read no more of their first input than they give.
 PARTS = {"Gather", "GatherElements", "GatherND", "Slice"}
 PRECISIONS: dict[int, str] = {

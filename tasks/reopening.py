@@ -15,7 +15,7 @@ from tasks import machine, manifest, measure
 from tasks.data import read
 from tasks.engines.protocol import Session, open_engine
 from tasks.errors import Fault, Unavailable, in_words
-from tasks.monitor import Conditions, Monitor
+from tasks.monitor import Conditions, Monitor, merged
 from tasks.settings import BenchmarkParams, min_rounds
 from tasks.timing import Timing
 from tasks.workloads.protocol import Arrays
@@ -79,6 +79,15 @@ def again(plan: Plan) -> list[Opened]:
         seeded = [params.model_copy(update={"seed": params.seed + number}) for params in plan.batches]
         found.append(_apart(replace(plan, batches=seeded, turned=number % 2 == 0)))
     return found
+
+
+def all_openings(
+    folders: dict[str, Path], data: Path, params: BenchmarkParams, family: int = 1, fastest: bool = False
+) -> tuple[list[Timings], Conditions]:
+    """The timings at `params.batch` of as many openings as a benchmark has, the first of them here; see `Plan`."""
+    plan = Plan(folders, data, [share(params.model_copy(update={"also": ()}))], family, fastest)
+    found = [opened(plan), *again(plan)]
+    return [timings for (timings,), _ in found], merged([seen for _, seen in found])
 
 
 def share(params: BenchmarkParams) -> BenchmarkParams:

@@ -144,9 +144,9 @@ def test_finalists_are_timed_until_their_ratios_are_known_to_5_percent(
     monkeypatch: pytest.MonkeyPatch, openings: int, width: float
 ) -> None:
     plans = []
-    monkeypatch.setattr("tasks.compare.opened", lambda plan: plans.append(plan) or ([{}], None))
-    monkeypatch.setattr("tasks.compare.again", lambda plan: [])
-    monkeypatch.setattr("tasks.compare.merged", lambda seen: seen)
+    monkeypatch.setattr("tasks.reopening.opened", lambda plan: plans.append(plan) or ([{}], None))
+    monkeypatch.setattr("tasks.reopening.again", lambda plan: [])
+    monkeypatch.setattr("tasks.reopening.merged", lambda seen: seen)
     params = BenchmarkParams(openings=openings, also=(8,), max_width=0.15)
     assert head_to_head(["a", "b", "c"], layout.DATA, params) == ([{}], [None])
     (plan,) = plans

@@ -122,7 +122,7 @@ def test_a_difference_that_is_plain_ends_at_the_first_look(params: Any) -> None:
     rounds = ratio(np.array(timings["b"].medians), np.array(timings["a"].medians), sure)
     expected = reopened(rounds, 0.007, sure)
     assert (gain.low, gain.high) == (expected.low, expected.high)
-    assert measure.confidence_of(timings["a"], 0.95) == sure > 0.95
+    assert clocks.confidence_of(timings["a"], 0.95) == sure > 0.95
 
 
 def test_the_more_engines_are_judged_the_longer_it_goes_on(params: Any) -> None:
@@ -145,7 +145,7 @@ def test_the_time_budget_leaves_the_rounds_that_the_family_needs(params: Any) ->
     sessions = {"a": Sleeper(2e-4), "b": Sleeper(6e-4)}
     settings = params(rounds=8, max_rounds=20, max_width=1e-6, window_ms=1, budget_s=0.001)
     timing = measure.interleave(sessions, INPUTS, settings, family=12)["a"]
-    assert not sequential.too_few(len(timing.medians), measure.confidence_of(timing, settings.confidence, 12))
+    assert not sequential.too_few(len(timing.medians), clocks.confidence_of(timing, settings.confidence, 12))
     assert len(timing.medians) < 20
 
 
