@@ -55,10 +55,14 @@ def bounds(windows: Sequence[np.ndarray], percents: Sequence[int], confidence: f
 def of_calls(
     windows: Sequence[np.ndarray], percents: Sequence[int], batch: int, confidence: float
 ) -> dict[str, Interval]:
-    """As `bounds`, of milliseconds a call, and of `throughput_per_s`, the samples a second at their mean."""
+    """As `bounds`, of milliseconds a call, and of `throughput_per_s`, the samples a second at their mean.
+
+    The error of the mean is that of its logarithm, as a share: one slow window leaves a rate that is above 0.
+    """
     found, call = bounds(windows, percents, confidence), mean(windows, confidence)
-    if call and call.low > 0:
-        found["throughput_per_s"] = Interval(*(batch / ms * 1e3 for ms in (call.value, call.high, call.low)))
+    if call:
+        rate, factor = batch / call.value * 1e3, float(np.exp((call.high - call.value) / call.value))
+        found["throughput_per_s"] = Interval(rate, rate / factor, rate * factor)
     return found
 
 

@@ -96,5 +96,16 @@ def test_slow_calls_all_in_one_window_bound_no_p99() -> None:
     assert clustered.percentile(burst, 99, 0.95) is None
 
 
+def test_one_slow_window_leaves_a_throughput_with_an_interval_above_0() -> None:
+    slow = [np.full(100, 1.0)] * 7 + [np.full(1, 4000.0)]
+    assert clustered.mean(slow, 0.95).low < 0  # type: ignore[union-attr]
+    rate = clustered.of_calls(slow, (50,), 4, 0.95)["throughput_per_s"]
+    assert 0 < rate.low < rate.value == pytest.approx(4 * 701 / 4700 * 1e3) and rate.value < rate.high < np.inf
+    alike = clustered.of_calls([np.array([1.0, 1.01] * 50)] * 4 + [np.array([1.0, 1.03] * 50)] * 4, (50,), 4, 0.95)
+    # Windows of 100 calls are off by 5e-3: the mean, 1.01, by (8 / 7 * 8)^0.5 * 0.5 / 800, times Student's 2.3646.
+    error = 2.3646 * (64 / 7) ** 0.5 * 0.5 / 800
+    assert alike["throughput_per_s"].low == pytest.approx(4e3 / 1.01 / np.exp(error / 1.01), rel=1e-5)
+
+
 def test_the_mean_of_one_window_has_no_interval() -> None:
     assert clustered.mean([np.arange(9.0)], 0.95) is None
