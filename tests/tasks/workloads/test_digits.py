@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ import torch
 
 from tasks.errors import Fault
 from tasks.workloads import digits
+
+IMAGES = "afc39caa55da14c2d1cc4e1ea8416f3c1416805c7bdb2cfce7631df47f8336c8"
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +43,28 @@ def test_a_seed_fixes_the_corruption() -> None:
     images = np.random.default_rng(0).random((5, 28, 28)).astype(np.float32)
     assert np.array_equal(digits.corrupt(images, 3), digits.corrupt(images, 3))
     assert not np.array_equal(digits.corrupt(images, 3), digits.corrupt(images, 4))
+
+
+def test_the_last_bit_of_a_sine_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    images = np.random.default_rng(0).random((50, 28, 28)).astype(np.float32)
+    expected, sine = digits.corrupt(images, 3), np.sin
+    monkeypatch.setattr(np, "sin", lambda x: np.nextafter(sine(x), 9.0))
+    assert np.array_equal(digits.corrupt(images, 3), expected)
+
+
+def test_corruption_is_the_same_on_every_machine(samples: Any) -> None:
+    assert sha256(samples[0]["image"].tobytes()).hexdigest() == IMAGES
+
+
+def test_warped_as_pytorch_does(samples: Any) -> None:
+    rng = np.random.default_rng(5)
+    images = samples[0]["image"][:20, 0]
+    angle, scale, shift = rng.uniform(-0.6, 0.6, 20), rng.uniform(0.6, 1.4, 20), rng.uniform(-0.2, 0.2, (20, 2))
+    cos, sin = np.cos(angle) * scale, np.sin(angle) * scale
+    theta = torch.from_numpy(np.stack([cos, -sin, shift[:, 0], sin, cos, shift[:, 1]], 1).reshape(20, 2, 3)).float()
+    grid = torch.nn.functional.affine_grid(theta, [20, 1, 28, 28], align_corners=False)
+    expected = torch.nn.functional.grid_sample(torch.from_numpy(images)[:, None], grid, align_corners=False)[:, 0]
+    assert np.abs(digits.warp(images, angle, scale, shift) - expected.numpy()).max() < 0.03
 
 
 def test_noise_of_blank_images_has_the_documented_spread() -> None:
