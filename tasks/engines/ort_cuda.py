@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,15 +15,21 @@ from tasks.engines.ort_start import start
 from tasks.errors import Fault, Unavailable
 from tasks.manifest import Manifest
 
+# Launches between two at whose end ONNX Runtime waits, and frees the pinned memory that its kernels took for them.
+DRAIN_EVERY = 256
+
 
 class OnnxRuntimeCudaSession(CudaSession):
     """A graph run by the CUDA provider, which is read back and not assumed.
 
     Inputs and outputs are bound to the session's buffers once for each set of shapes. With `cuda_graph` ONNX Runtime
     captures one graph for each set, under an annotation of its own; it waits for the GPU at each replay of one.
+    Else a launch doesn't wait, but for one in `DRAIN_EVERY`.
     """
 
     def __init__(self, folder: Path, described: Manifest) -> None:
+        self._drain: Callable[[], None] | None = None
+        self._launched = 0
         super().__init__(described)
         self.waits = self._graphs = bool(described.settings["cuda_graph"])
         try:
@@ -64,10 +71,35 @@ class OnnxRuntimeCudaSession(CudaSession):
         if self._graphs:
             options.add_run_config_entry("gpu_graph_id", str(len(self._ready) + 1))
             session.run_with_iobinding(binding, options)
-        return lambda: session.run_with_iobinding(binding, options)
+            return lambda: session.run_with_iobinding(binding, options)
+        waiting = ort.RunOptions()
+
+        def drain() -> None:
+            session.run_with_iobinding(binding, waiting)
+
+        def launch() -> None:
+            self._launched += 1
+            if self._launched % DRAIN_EVERY:
+                session.run_with_iobinding(binding, options)
+                self._drain = drain
+            else:
+                drain()
+                self._drain = None
+
+        return launch
 
     def release(self) -> None:
-        """Destroy the session before its stream and buffers."""
+        """Destroy the session before its stream and buffers.
+
+        What launches hold of pinned memory has to go first: the session's end would leave it to a callback of the
+        stream, which may not free what was the session's (CUDA's error 800), and the process would be aborted.
+        """
+        drain, self._drain = self._drain, None
+        if drain:
+            with contextlib.suppress(Exception):
+                drain()
+                self.stream.synchronize()
+        del drain
         self.__dict__.pop("_session", None)
 
 

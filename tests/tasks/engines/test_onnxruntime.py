@@ -444,3 +444,35 @@ def test_an_engine_for_cuda_that_is_edited_to_another_gpu_is_refused(tmp_path: P
     made = built(saved(convolution(), tmp_path / "source"), tmp_path / "engine", device="cuda").manifest
     with pytest.raises(Fault, match="built for another GPU"):
         backend.open(tmp_path / "engine", replace(made, built_for={**made.built_for, "compute_capability": "1.0"}))
+
+
+@pytest.mark.gpu
+def test_a_recurrent_session_closes_beside_another_after_any_number_of_launches(tmp_path: Path) -> None:
+    """Its kernels take pinned memory at each launch, and ONNX Runtime aborts if that outlives the session."""
+    from tasks.engines.ort_cuda import DRAIN_EVERY
+
+    rng = np.random.default_rng(0)
+    shapes = {"w": (1, 32, 4), "r": (1, 32, 8), "b": (1, 64)}
+    weights = [onnx.numpy_helper.from_array(rng.normal(size=s).astype(np.float32), k) for k, s in shapes.items()]
+    nodes = [
+        helper.make_node("Transpose", ["x"], ["steps"], perm=[1, 0, 2]),
+        helper.make_node("LSTM", ["steps", "w", "r", "b"], ["", "last"], hidden_size=8),
+        helper.make_node("Transpose", ["last"], ["y"], perm=[1, 0, 2]),
+    ]
+    values = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", *shape])
+        for name, shape in {"x": (5, 4), "y": (1, 8)}.items()
+    ]
+    graph = helper.make_graph(nodes, "recurrent", values[:1], values[1:], weights)
+    source = saved(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), tmp_path / "s")
+    made = built(source, tmp_path / "engine", device="cuda").manifest
+    value = {"x": rng.normal(size=(3, 5, 4)).astype(np.float32)}
+    with backend.open(tmp_path / "engine", made) as kept:
+        expected = kept.run(value)["y"]
+        for launches in (1, DRAIN_EVERY, DRAIN_EVERY + 1):
+            with backend.open(tmp_path / "engine", made) as session:
+                session.load(value)
+                for _ in range(launches):
+                    session.launch()
+                np.testing.assert_array_equal(session.fetch()["y"], expected)
+        np.testing.assert_array_equal(kept.run(value)["y"], expected)
