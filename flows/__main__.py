@@ -25,10 +25,11 @@ def main() -> int:
         PREFECT_LOGGING_LEVEL=level, PREFECT_SERVER_LOGGING_LEVEL=level, PREFECT_INTERNAL_LOGGING_LEVEL=level
     )
     from flows.orphans import end_orphans
-    from flows.plan import console, only_run, plan
+    from flows.plan import console, plan
     from tasks import layout, table
     from tasks.errors import Fault
     from tasks.files import read_json
+    from tasks.machine import only_run
     from tasks.params import ParamsFault
 
     out, start = console(), time.monotonic()

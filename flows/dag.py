@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dvc.exceptions import DvcException
 from dvc.repo import Repo
 from dvc.stage.cache import RunCacheNotFoundError
 
@@ -31,13 +32,24 @@ class Stage:
 
 
 class Dag:
-    """dvc.yaml of the repository at `root`, through DVC's Python API. Safe for several threads."""
+    """dvc.yaml of the repository at `root`, through DVC's Python API. Safe for several threads.
+
+    Raises Fault if DVC can't read it, or its lock file.
+    """
 
     def __init__(self, root: Path = Path()) -> None:
         logging.getLogger("dvc").setLevel(logging.WARNING)
         self._repo = Repo(str(root), _wait_for_lock=True)
         self._lock = threading.RLock()
-        graph = self._repo.index.graph
+        try:
+            graph = self._repo.index.graph
+        except DvcException as error:
+            raise Fault(
+                "DVC can't read this folder's stages",
+                got=" ".join(str(error).split())[:300],
+                expected="dvc.yaml and dvc.lock as they were written",
+                do="if dvc.lock was cut off, or has Git's conflict marks, remove it: what it named is restored",
+            ) from None
         self._raw = {s.addressing: s for s in graph}
         self.stages = {name: self._stage(name, graph) for name in self._order(graph)}
 

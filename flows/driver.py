@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -15,7 +16,7 @@ from flows.machine import Machine
 from flows.progress import Progress, log_name
 from tasks import layout, params
 from tasks.errors import Fault
-from tasks.files import write_json
+from tasks.files import sha256, write_json
 from tasks.target import cores
 
 How = Literal["done", "restored", "up to date", "failed", "skipped"]
@@ -52,7 +53,7 @@ class Driver:
         self.children = Children({"ENGINESMITH_FLOW_RUN": self.flow_run or ""})
         self.progress = Progress(self.console, len(self.dag.stages), self.children)
         self._machine, self._urgency = Machine(cores()), self.dag.chains()
-        self._tree = params.load(layout.PARAMS, models=False)
+        self._tree, self._settings = params.load(layout.PARAMS, models=False), sha256(layout.PARAMS)
         self._lock = threading.Lock()
 
     def stage(self, name: str) -> Ended:
@@ -62,8 +63,9 @@ class Driver:
         except Stopped:
             return Ended(name, "skipped", "the run was stopped")
         except Exception as error:
-            words = error.line if isinstance(error, Fault) else f"{type(error).__name__}: {error}"
-            return self._finish(Ended(name, "failed", " ".join(words.split())))
+            reason = _words(error)
+            self._spoil(name, reason)
+            return self._finish(Ended(name, "failed", reason))
         finally:
             self._machine.came(name)
 
@@ -94,6 +96,8 @@ class Driver:
         return touched and self.dag.changed(stage.name)
 
     def _run(self, stage: Stage) -> tuple[Ended, float]:
+        if stage.fan_in:
+            self._require_same_settings()
         with self._machine.hold(stage.alone, threads(stage.name, self._tree), self._urgency[stage.name], stage.name):
             began = self.dag.begin(stage.name)
             outcome = self.children.run(stage.name, stage.command, layout.LOGS / log_name(stage.name), stage.timeout_s)
@@ -103,10 +107,21 @@ class Driver:
             try:
                 self.dag.commit(stage.name, began)
                 return Ended(stage.name, "done"), outcome.seconds
-            except Fault as fault:
-                reason = fault.line
+            except Exception as error:  # A full disk, for one.
+                reason = _words(error)
+                self.dag.discard(stage.name)
         self._spoil(stage.name, reason)
         return Ended(stage.name, "failed", reason), outcome.seconds
+
+    def _require_same_settings(self) -> None:
+        """Raise Fault if params.yaml isn't the one that this run began with: it would judge what another one made."""
+        if (now := sha256(layout.PARAMS)) != self._settings:
+            raise Fault(
+                f"{layout.PARAMS} changed during this run",
+                got=f"sha256 {now[:12]}…",
+                expected=f"sha256 {self._settings[:12]}…",
+                do="run again: what finished is kept",
+            )
 
     def _next(self, name: str) -> list[str]:
         """Stages for slots that can start once `name` has ended: a free slot is theirs if they are more urgent."""
@@ -115,11 +130,12 @@ class Driver:
             return [s.name for s in later if all(n == name or n in self.ended for n in s.needs)]
 
     def _spoil(self, name: str, reason: str) -> None:
-        """Note why a stage failed, and remove what it and those after it left from earlier runs."""
-        write_json(layout.failure(name), {"stage": name, "reason": reason})
+        """Remove what a failed stage and those after it left from earlier runs, and note why it failed."""
         for later in (name, *self.dag.after(name)):
             if not self.dag.stages[later].fan_in:
                 self.dag.discard(later)
+        with suppress(OSError):  # On a full disk what is missing has to do.
+            write_json(layout.failure(name), {"stage": name, "reason": reason})
 
     def _finish(self, result: Ended | tuple[Ended, float]) -> Ended:
         ended, seconds = result if isinstance(result, tuple) else (result, None)
@@ -129,6 +145,10 @@ class Driver:
             self.ended[ended.stage] = ended
         self.progress.ended(ended.stage, ended.how, seconds, ended.reason or "")
         return ended
+
+
+def _words(error: Exception) -> str:
+    return error.line if isinstance(error, Fault) else " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def threads(stage: str, tree: params.Tree) -> int | None:

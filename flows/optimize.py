@@ -18,9 +18,10 @@ from prefect.states import Completed, Failed  # noqa: E402
 from prefect.task_runners import ThreadPoolTaskRunner  # noqa: E402
 
 from flows.driver import Ended  # noqa: E402
-from flows.plan import Plan, missing_from_store, only_run, plan  # noqa: E402
+from flows.plan import Plan, missing_from_store, plan  # noqa: E402
 from tasks import layout  # noqa: E402
 from tasks.files import read_json  # noqa: E402
+from tasks.machine import only_run  # noqa: E402
 
 MAX_WAITING = 512
 

@@ -10,8 +10,8 @@ import psutil
 def end_orphans() -> int:
     """End temporary Prefect servers of this project; returns how many.
 
-    Call it with the run lock held and before Prefect starts: any server found then belongs to
-    a run that was killed.
+    Call it with the run lock held and before Prefect starts. A server whose run lives is left: the lock is let go
+    between a run's plan and its start.
     """
     home, ended = os.environ["PREFECT_HOME"], 0
     for process in psutil.process_iter(["uids"]):
@@ -19,7 +19,9 @@ def end_orphans() -> int:
             if process.info["uids"].real != os.getuid():
                 continue
             environment = process.environ()
-            if environment.get("PREFECT__SERVER_EPHEMERAL") == "1" and environment.get("PREFECT_HOME") == home:
+            ours = environment.get("PREFECT__SERVER_EPHEMERAL") == "1" and environment.get("PREFECT_HOME") == home
+            parent = process.parent()
+            if ours and not (parent and parent.exe() == process.exe()):
                 process.terminate()
                 process.wait(10)
                 ended += 1

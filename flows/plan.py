@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from filelock import FileLock, Timeout
 from rich.console import Console
 
 from flows.dag import Dag
 from flows.driver import Driver, sweep
 from tasks import layout, params, target, tracking
-from tasks.errors import Fault
 from tasks.files import read_json, sha256, write_json
 
 STORE_STAGES = ("record", "promote", "report")
@@ -40,7 +36,8 @@ class Plan:
 def plan() -> Plan:
     """Check params.yaml, refresh the machine's fingerprint, ask DVC what is stale.
 
-    Also closes runs that died in the MLflow store. Raises ParamsFault before anything runs.
+    Also closes runs that died in the MLflow store. Raises ParamsFault before anything runs, and Fault if the store
+    can't take what would be recorded.
     """
     params.load(layout.PARAMS, models=False)
     target.refresh()
@@ -49,6 +46,7 @@ def plan() -> Plan:
     stale = dag.stale()
     if stale:
         params.load(layout.PARAMS)
+        tracking.require_unmoved()
     return Plan(dag, stale, missing_from_store())
 
 
@@ -80,26 +78,6 @@ def _stamp() -> dict[str, Any] | None:
     status = store.stat()
     records = {str(f): sha256(f) for f in (layout.RECORD, layout.PROMOTION) if f.is_file()}
     return {"store": [status.st_size, status.st_mtime_ns], **records}
-
-
-@contextmanager
-def only_run() -> Iterator[None]:
-    """Hold the project's run lock; Fault if another run is at work in this folder."""
-    layout.STATE.mkdir(exist_ok=True)
-    lock = FileLock(layout.STATE / "run.lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise Fault(
-            "another run is at work in this folder",
-            got="its lock is held",
-            expected="one run at a time",
-            do="wait for it, or end it with Ctrl-C",
-        ) from None
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def console() -> Console:

@@ -78,8 +78,6 @@ def non_inferiority(scores: np.ndarray, other: np.ndarray, margin: float) -> flo
     By the statistic of `stats.paired_change`: it is below (1 - confidence) / 2 where that interval lies above `margin`.
     """
     center, error = paired_statistic(scores, other)
-    if error == 0:
-        return 0.0 if center > margin else 1.0
     distance = (margin - center) / error
     return float(ndtr(distance) if binary(scores, other) else stdtr(len(scores) - 1, distance))
 

@@ -174,5 +174,5 @@ def unstable(openings: Sequence[Opening], params: BenchmarkParams) -> str | None
     to prove.
     """
     width = measure.relative_width(over([opening.plain() for opening in openings], params.confidence))
-    wide = f"the speed-up's interval is {width:.2%} wide, at most {params.max_width:.0%} is allowed"
+    wide = f"by the rounds alone the speed-up's interval is {width:.2%} wide, {params.max_width:.0%} is allowed"
     return spoilt(openings) or (wide if width > params.max_width else None)

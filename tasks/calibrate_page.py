@@ -69,11 +69,18 @@ def _same(found: Calibration) -> list[str]:
         return [*lines, "Not reached.", ""]
     shift = "" if found.reopened else " (a constant shift between the two openings is in every trial)"
     rows = {"as a benchmark judges": found.same, f"by its rounds alone{shift}": found.alone}
+    told = f"At most {ALLOWED:.0%}: {_limit(found.same)}."
+    if not found.reopened:
+        told = (
+            "All trials are of one pair of openings, since opening takes long: they show what rounds do, and nothing "
+            "of how often another pair would differ by more than `reopen_sd` allows. For this pair, at most "
+            f"{ALLOWED:.0%}: {_limit(found.same)}."
+        )
     return [
         *lines,
         *_table("judged", rows, "verdicts"),
         "",
-        f"At most {ALLOWED:.0%}: {_limit(found.same)}.",
+        told,
         "",
         f"By its rounds alone, at most {ALLOWED:.0%}: {_limit(found.alone)}{_meaning(found.alone)}.",
         "",
@@ -178,7 +185,8 @@ def _beside(rows: list[Beside]) -> list[str]:
         "",
         "In one run, in interleaved rounds of 20 calls, ours before or after theirs by chance where the calls aren't "
         f"the same; ours over theirs, by round. {YES}: the whole interval is within {WITHIN:.0%} of 1; {NO}: all of it "
-        f"is outside; else {OPEN}.",
+        f"is outside; else {OPEN}. The milliseconds are each timer's own median over the rounds, the ratio is of "
+        "pairs: the two needn't divide to it where the machine's speed changed meanwhile.",
         "",
     ]
     if not rows:

@@ -21,7 +21,7 @@ from tasks.results import Variant
 from tasks.scatter import allowance
 from tasks.settings import BenchmarkParams
 from tasks.stats import Interval, mean_score, paired_change
-from tasks.timing import Opening, over, spoilt, too_few
+from tasks.timing import Opening, logs, over, spoilt, too_few
 from tasks.workloads.protocol import load_workload
 
 if TYPE_CHECKING:
@@ -57,19 +57,20 @@ def challenge(tree: Tree, workload: Path, data: Path, candidate: Variant, champi
         try:
             defender = open_engine(folder)
         except Exception as error:  # a backend may raise anything
+            _require_open(candidate.name, label, error)
             return Challenge(None, (f"{label} can't be opened here any more: {_words(error)}",))
         with defender:
             try:
                 fault = _fails_today(folder, defender, tree, workload, data)
-            except Fault as error:
-                fault = error.line
+            except Exception as error:
+                fault = _words(error)
         if fault:
             return Challenge(None, (f"{label} fails today's gates: {fault}",))
         pairs, conditions = _side_by_side(layout.artifact(candidate.name), folder, data, tree.params.benchmark)
     params, told = tree.params.benchmark, results.reopened(tree).get(tree.params.benchmark.batch)
     # A champion that isn't of this tree has no record, whatever its name.
     both = [candidate.name, registry.engine_of(tree, champion) or ""]
-    allowed = allowance(told, both, params.confidence)
+    allowed = allowance(told, both, params.confidence, logs=logs(pairs))
     gain = over(pairs, params.confidence, 1, params.reopen_sd, allowed)
     unusable = spoilt(pairs) or too_few([one.timing for one in pairs], params.confidence)
     why = f"{candidate.name} side by side with {label}: {gates.shown('speedup', gain)} of its speed"
@@ -77,6 +78,20 @@ def challenge(tree: Tree, workload: Path, data: Path, candidate: Variant, champi
     if not unusable and not gain.low > 1:
         stays = "the champion stays, since that isn't above 1 with its whole interval"
     return Challenge(gain, (why, stays) if stays else (why,), bool(stays), pairs, conditions)
+
+
+def _require_open(name: str, label: str, error: Exception) -> None:
+    """Raise Fault if the candidate can't be opened now either: that is the machine's state, and no champion falls."""
+    try:
+        with open_engine(layout.artifact(name)):
+            pass
+    except Exception as other:
+        raise Fault(
+            f"neither {label} nor {name} can be opened now",
+            got=f"{_words(error)}; {_words(other)}",
+            expected="a machine with the memory and devices that they need",
+            do="see what else runs here, and promote again; the champion stays until then",
+        ) from None
 
 
 def _side_by_side(

@@ -177,11 +177,12 @@ def _read(path: Path) -> dict[str, Any]:
         raise Fault(
             f"{path} is empty", got=got, expected=expected, do="a write was cut off: delete it and run `dvc repro`"
         )
-    head = path.read_bytes()[:64]
+    with path.open("rb") as stream:
+        head = stream.read(64)
     if head.startswith(b"version https://git-lfs"):
         raise Fault(f"{path} is a Git LFS pointer", got=got, expected=expected, do="run `git lfs pull`")
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=head.startswith(b"PK"))
     except Exception as error:
         cause = "truncated" if head.startswith(b"PK") else "not a PyTorch file"
         if head.startswith((b"PK", b"\x80")) and "unsupported" in str(error).lower():

@@ -24,6 +24,15 @@ def bench(
     length: Annotated[int | None, typer.Option(help="Entries along a dynamic axis.", min=1)] = None,
     budget_s: Annotated[float, typer.Option(help="Seconds for each engine after the first.", min=0.1)] = 8.0,
     clock: Clock = "host",
+    reopen_sd: Annotated[
+        float | None,
+        typer.Option(
+            help="How far two openings of an engine differ (standard deviation of their ratio). "
+            "[default: 0.007, on a GPU 0.034]",
+            min=0,
+            max=0.5,
+        ),
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the report to this file as well.")] = None,
 ) -> None:
     """Compare engine folders directly, in common rounds, outside the pipeline. Ctrl-C prints what was measured."""
@@ -32,7 +41,7 @@ def bench(
 
     settings = BenchmarkParams.model_validate({"batch": batch, "length": length, "budget_s": budget_s, "clock": clock})
     with machine.hold(True):
-        report = module.bench(engines, data, settings)
+        report = module.bench(engines, data, settings, reopen_sd)
     module.show(report, _console())
     if json:
         write_json(json, report)

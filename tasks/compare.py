@@ -211,6 +211,7 @@ def _content(tree: Tree, variant: Variant, reopened: results.Reopened) -> str:
             variant.name,
             variant.verdict,
             list(failed),
+            [asdict(gain) for gain in (variant.speedup, *variant.speedup_at.values()) if gain],
             settings,
             curve,
             *(read_json(f) if f.is_file() else None for f in files),

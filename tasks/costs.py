@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from scipy.special import ndtri
+
 from tasks.stats import Interval
 
 OLDER = "its benchmark's record is of an earlier version and has none"
@@ -41,8 +43,12 @@ class Cost:
         return self.device_peak_bytes if on_device else self.host_peak_bytes
 
 
-def of_record(timed: Mapping[str, Any], on_gpu: bool = False) -> Cost:
-    """The costs in a benchmark's record, with an energy or a reason. Raises ValueError if a number isn't finite."""
+def of_record(timed: Mapping[str, Any], on_gpu: bool = False, reopen_sd: float = 0.0, confidence: float = 0.95) -> Cost:
+    """The costs in a benchmark's record, with an energy or a reason. Raises ValueError if a number isn't finite.
+
+    Energy was metered in one opening, and moves with the time of a call: its interval is widened by what an opening
+    changes of that, `reopen_sd` / √2, `reopen_sd` being of the ratio of two.
+    """
     start, energy = timed.get("footprint") or {}, timed.get("energy")
     keys = ("load_s", "first_inference_s", "host_peak_bytes", "device_peak_bytes", "activation_bytes")
     numbers = {key: start.get(key) for key in keys}
@@ -51,7 +57,15 @@ def of_record(timed: Mapping[str, Any], on_gpu: bool = False) -> Cost:
     if energy is None:
         return Cost(energy_reason=timed.get("not_run") or OLDER, on_gpu=on_gpu, **numbers)
     raw, net = (_interval(energy, f"{kind}_mj_per_inference") for kind in ("raw", "net"))
+    raw = _widened(raw, reopen_sd / 2**0.5, confidence) if raw else None
     return Cost(raw, net, energy["reason"], energy.get("disturbed"), on_gpu=on_gpu, **numbers)
+
+
+def _widened(found: Interval, sd: float, confidence: float) -> Interval:
+    """The interval with a relative standard deviation added in quadrature."""
+    extra = float(ndtri((1 + confidence) / 2)) * sd * found.value
+    low, high = math.hypot(found.value - found.low, extra), math.hypot(found.high - found.value, extra)
+    return Interval(found.value, found.value - low, found.value + high)
 
 
 def restored(raw: Mapping[str, Any]) -> Cost:

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from tasks.errors import Unavailable
+from tasks.target import first_gpu
 
 IDLE, APPLICATION = "idle", "application clocks"
 SW_POWER, HW_BRAKE = "software power cap", "hardware power brake"
@@ -202,10 +203,7 @@ def _handle(nvml: Any) -> Any:
     memory = sys.modules.get("tasks.engines.cuda_memory")
     if memory and memory.context.cache_info().currsize:
         return nvml.nvmlDeviceGetHandleByPciBusId(memory.driver.Device(0).pci_bus_id())
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
-    if first.startswith(("GPU-", "MIG-")):
-        return nvml.nvmlDeviceGetHandleByUUID(first)
-    return nvml.nvmlDeviceGetHandleByIndex(int(first) if first.isdigit() else 0)
+    return first_gpu(nvml)
 
 
 def _top(nvml: Any, handle: Any) -> tuple[int | None, str]:

@@ -1,4 +1,4 @@
-"""One lock file for this user's stages: held shared by those that compute, alone by those that measure.
+"""Locks: one for a folder's run, and one for this user's stages, shared by those that compute, alone for measuring.
 
 ENGINESMITH_LOCK names another file, for users who share a machine.
 """
@@ -11,18 +11,55 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from tasks import layout
+from tasks.errors import Fault
 
 LOCK = Path(os.environ.get("ENGINESMITH_LOCK", f"/tmp/enginesmith-{os.getuid()}.lock"))
 
 
 @contextmanager
+def only_run() -> Iterator[None]:
+    """Hold the project's run lock; Fault if another run is at work in this folder."""
+    layout.STATE.mkdir(exist_ok=True)
+    lock = FileLock(layout.STATE / "run.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise Fault(
+            "another run is at work in this folder",
+            got="its lock is held",
+            expected="one run at a time",
+            do="wait for it, or end it with Ctrl-C",
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
 def hold(alone: bool, path: Path = LOCK) -> Iterator[None]:
     """Hold the lock (flock(2)) for the block; it goes with the process, however that ends."""
-    with path.open("a") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+    opened = _opened(path)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         yield
+    finally:
+        os.close(opened)
+
+
+def _opened(path: Path) -> int:
+    """The lock file, made if it isn't there; another user's is opened for reading, which is enough."""
+    while True:
+        with suppress(FileNotFoundError):
+            return os.open(path, os.O_RDONLY)
+        with suppress(FileExistsError):
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644))
 
 
 def die_with(parent: int) -> None:

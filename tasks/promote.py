@@ -11,13 +11,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
-from tasks import layout, manifest, registry, results, tracking
+from tasks import layout, manifest, registry, results, target, tracking
 from tasks.challenge import Challenge, challenge
 from tasks.compare import judged_variants
+from tasks.engines.protocol import open_engine
 from tasks.errors import Fault
 from tasks.files import read_json
 from tasks.monitor import Conditions
@@ -72,10 +74,12 @@ def promote(tree: Tree, workload: Path, data: Path, here: Target) -> PromoteRepo
         store = tracking.client()
         champion = registry.by_alias(store, name, alias)
         candidate = next((v for v in judged_variants(tree) if v.name == winner), None)
+        if candidate:
+            results.require_target(candidate.name, here)
         if candidate is None or candidate.verdict != "passed":
             return _kept(tree, name, alias, champion, Challenge(None, (_unfit(winner, candidate),)))
         engine = registry.identity(manifest.read(layout.artifact(candidate.name)))
-        if champion and champion.tags.get("identity") == engine:
+        if champion and champion.tags.get("identity") == engine and registry.whole(champion):
             _mark(store, runs[candidate.name], "promoted")
             reason = f"{candidate.name} is the champion already, version {champion.version}"
             return _kept(tree, name, alias, champion, Challenge(None, (reason,)))
@@ -84,6 +88,7 @@ def promote(tree: Tree, workload: Path, data: Path, here: Target) -> PromoteRepo
             reason = f"{candidate.name} is version {earlier.version}, rolled back {earlier.tags[ROLLED_BACK]}"
             reason = f"{reason}; `python -m tasks rollback` brings it back"
             return _kept(tree, name, alias, champion, Challenge(None, (reason,)))
+        earlier = earlier if earlier and registry.whole(earlier) else None
         told = challenge(tree, workload, data, candidate, champion)
         if told.lost:
             return _kept(tree, name, alias, champion, told)
@@ -113,14 +118,20 @@ def promote(tree: Tree, workload: Path, data: Path, here: Target) -> PromoteRepo
 def rollback(model: str, target_id: str) -> tuple[str, str]:
     """Swap champion and previous of a target; returns (new champion, new previous) versions.
 
-    What was rolled back isn't promoted again until another rollback brings it back. Raises
-    Fault if there is no previous version.
+    What was rolled back isn't promoted again until another rollback brings it back. A rollback that was killed halfway
+    is finished. Raises Fault if there is no previous version, or it has lost its files, or, on the machine it was
+    promoted for, doesn't open any more; nothing is changed then.
     """
     with _lock():
         store = tracking.client()
         champion, previous = (
             registry.by_alias(store, model, f"{kind}-{target_id}") for kind in ("champion", "previous")
         )
+        if champion and previous and champion.version == previous.version:
+            cut = registry.latest(store, model, target_id, ROLLED_BACK)
+            if cut and cut.version != champion.version:
+                store.set_registered_model_alias(model, f"previous-{target_id}", cut.version)
+                return str(champion.version), str(cut.version)
         if champion is None or previous is None or champion.version == previous.version:
             lacking = "champion" if champion is None else "previous version"
             raise Fault(
@@ -129,6 +140,7 @@ def rollback(model: str, target_id: str) -> tuple[str, str]:
                 expected="a champion and a previous version",
                 do="promote twice first",
             )
+        _require_usable(previous, target_id)
         store.set_model_version_tag(model, champion.version, ROLLED_BACK, f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}")
         store.delete_model_version_tag(model, previous.version, ROLLED_BACK)
         store.set_registered_model_alias(model, f"champion-{target_id}", previous.version)
@@ -160,6 +172,15 @@ def _require_unmoved(store: MlflowClient, name: str, alias: str, champion: Model
     before, after = (v.version if v else None for v in (champion, now))
     if before != after:
         raise Fault(f"{alias} moved meanwhile", got=f"version {after}", expected=f"version {before}", do="run again")
+
+
+def _require_usable(version: ModelVersion, target_id: str) -> None:
+    """Raise Fault or Unavailable if a version's files are gone, or this is its machine and it doesn't open here."""
+    with TemporaryDirectory() as scratch:
+        folder = registry.download(version, Path(scratch))
+        if target.fingerprint().id == target_id:
+            with open_engine(folder):
+                pass
 
 
 def _unfit(winner: str | None, candidate: Variant | None) -> str:

@@ -54,12 +54,15 @@ def record(tree: Tree, workload: Path, here: Target) -> RecordReport:
     name = load_workload(workload).NAME
     experiment = tracking.experiment(store, name)
     found = entries(tree, [results.restore(v) for v in comparison["variants"]])
+    for one in found:
+        results.require_target(one.name, here)
     earlier = {one.name: _known(store, experiment, one, here) for one in found}
     known = {k: str(run.info.run_id) for k, run in earlier.items() if run}
-    if len(known) == len(found) and (last := _last_parent(store, [run for run in earlier.values() if run])):
+    winner = comparison["winner"] or "none"
+    if len(known) == len(found) and (last := _last_parent(store, [run for run in earlier.values() if run], winner)):
         return RecordReport(name, experiment, last, known, 0, len(known))
     runs: dict[str, str] = {}
-    tags = {**_flow_tags(), "target": here.id, "workload": name, "winner": comparison["winner"] or "none"}
+    tags = {**_flow_tags(), "target": here.id, "workload": name, "winner": winner}
     with _run(store, experiment, f"optimize {datetime.now(UTC):%Y-%m-%d %H:%M:%S}", tags) as parent:
         store.log_param(parent, "baseline", tree.params.baseline)
         store.set_tag(parent, "reused_runs", ", ".join(f"{k}: {v}" for k, v in sorted(known.items()))[:4000] or "none")
@@ -96,8 +99,8 @@ def _known(store: MlflowClient, experiment: str, one: Entry, here: Target) -> Ru
     return found[0] if found else None
 
 
-def _last_parent(store: MlflowClient, runs: list[Run]) -> str | None:
-    """The parent of the latest of these runs, None if there is none that was finished and kept."""
+def _last_parent(store: MlflowClient, runs: list[Run], winner: str) -> str | None:
+    """The parent of the latest of these runs, None if there is none that was finished and kept, with that winner."""
     from mlflow.exceptions import MlflowException
 
     for run in sorted(runs, key=lambda r: -r.info.start_time)[:1]:
@@ -107,7 +110,8 @@ def _last_parent(store: MlflowClient, runs: list[Run]) -> str | None:
             if not tracking.absent(error):
                 raise
             return None
-        if parent.info.status == "FINISHED" and parent.info.lifecycle_stage == "active":
+        kept = parent.info.status == "FINISHED" and parent.info.lifecycle_stage == "active"
+        if kept and parent.data.tags.get("winner") == winner:
             return str(parent.info.run_id)
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,6 +50,12 @@ def version_of(store: MlflowClient, model: str, target_id: str, engine: str) -> 
     """The latest version of a target whose engine has this `identity`."""
     query = f"name = '{model}' and tags.identity = '{engine}' and tags.target = '{target_id}'"
     return max(store.search_model_versions(query), key=lambda v: int(v.version), default=None)
+
+
+def latest(store: MlflowClient, model: str, target_id: str, tag: str) -> ModelVersion | None:
+    """The latest version of a target that has a tag."""
+    found = store.search_model_versions(f"name = '{model}' and tags.target = '{target_id}'")
+    return max((v for v in found if tag in v.tags), key=lambda v: int(v.version), default=None)
 
 
 def engine_of(tree: Tree, version: ModelVersion) -> str | None:
@@ -109,6 +116,10 @@ def download(version: ModelVersion, folder: Path) -> Path:
         local = mlflow.artifacts.download_artifacts(f"models:/{version.name}/{version.version}", dst_path=str(folder))
     except (requests.ConnectionError, requests.Timeout):
         raise
+    except requests.HTTPError as error:
+        if error.response is None or error.response.status_code != 404:
+            raise
+        raise _lost(version, str(error)) from None
     except (MlflowException, OSError) as error:
         if isinstance(error, MlflowException) and not tracking.absent(error):
             raise
@@ -117,6 +128,16 @@ def download(version: ModelVersion, folder: Path) -> Path:
     if not found:
         raise _lost(version, f"no {manifest.FILE}")
     return found[0].parent
+
+
+def whole(version: ModelVersion) -> bool:
+    """Whether the store still has a version's engine."""
+    with TemporaryDirectory() as scratch:
+        try:
+            download(version, Path(scratch))
+        except Fault:
+            return False
+    return True
 
 
 def _made(name: str) -> str | None:

@@ -11,7 +11,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from tasks import machine, manifest, measure
+from tasks import machine, measure
 from tasks.data import read
 from tasks.engines.protocol import Session, open_engine
 from tasks.errors import Fault, Unavailable, in_words
@@ -43,11 +43,11 @@ class Plan:
 
 def opened(plan: Plan) -> Opened:
     """The engines opened here: their timings at every batch, and the conditions."""
-    specs = manifest.read(next(iter(plan.folders.values()))).inputs
-    inputs = measure.inputs_of(specs, read(plan.data / "validation.npz"), plan.batches[0].length)
+    samples = read(plan.data / "validation.npz")
     with ExitStack() as stack:
         order = reversed(plan.folders.items()) if plan.turned else plan.folders.items()
         sessions = {name: stack.enter_context(open_engine(folder)) for name, folder in order}
+        inputs = measure.inputs_of(sessions[next(iter(plan.folders))].inputs, samples, plan.batches[0].length)
         watch = stack.enter_context(Monitor([session.device for session in sessions.values()], plan.batches[0]))
         return timed(plan, sessions, inputs, watch), watch.conditions()
 

@@ -16,6 +16,7 @@ from tasks.params import Tree
 from tasks.scatter import Scatter, allowance, of_run
 from tasks.settings import MODEL_STEPS, ExportParams
 from tasks.stats import Interval, mean_score, paired_change
+from tasks.target import Target
 from tasks.timing import over, too_few
 
 Reopened = Mapping[int, Scatter]
@@ -118,6 +119,19 @@ def variants(tree: Tree, told: Reopened | None = None) -> list[Variant]:
     return [_merged(tree, group) for group in groups.values()]
 
 
+def require_target(name: str, here: Target) -> None:
+    """Raise Fault if an engine's times were measured on another machine than `here`."""
+    report = layout.report("benchmark", name)
+    measured = read_json(report).get("target_id") if report.is_file() else None
+    if measured not in (None, here.id):
+        raise Fault(
+            f"{name} was measured on another machine",
+            got=measured,
+            expected=f"{here.id}, this one",
+            do=f"make it here: `make run`, or `dvc repro --force build@{name} evaluate@{name} benchmark@{name}`",
+        )
+
+
 def reopened(tree: Tree) -> Reopened:
     """How far openings of the tree's engines differ, by batch, of those with usable results; see `scatter.of_run`."""
     several = [name for name in tree.engines if _opened_again(layout.report("benchmark", name))]
@@ -188,7 +202,12 @@ def _measured(tree: Tree, variant: Variant, reopened: Reopened) -> Variant:
         variant,
         evidence=evidence,
         size_bytes=_sizes(tree, variant.lineage, described),
-        cost=costs.of_record(timed, described.device == "cuda"),
+        cost=costs.of_record(
+            timed,
+            described.device == "cuda",
+            tree.params.benchmark.reopen_sd,
+            tree.params.benchmark.confidence,
+        ),
         engine_sha256=described.engine_sha256,
         test_sha256=evaluated["test_sha256"],
     )
@@ -198,7 +217,8 @@ def _measured(tree: Tree, variant: Variant, reopened: Reopened) -> Variant:
         return replace(variant, verdict="not_run", reasons=(not_run, *told))
     scores, against = read(layout.scores(name))["scores"], read(layout.scores(baseline))["scores"]
     unstable = timed["unstable"] or _undecided(tree, timed)
-    stable = {str(at["timing"]["batch"]): at for at in timed["also"] if not at["unstable"]}
+    doubts = {at["timing"]["batch"]: at["unstable"] or _undecided(tree, at) for at in timed["also"]}
+    stable = {str(at["timing"]["batch"]): at for at in timed["also"] if not doubts[at["timing"]["batch"]]}
     bounds = openings.bounds(timed)
     by_batch = {str(timed["timing"]["batch"]): bounds, **{b: openings.bounds(at) for b, at in stable.items()}}
     return replace(
@@ -217,7 +237,7 @@ def _measured(tree: Tree, variant: Variant, reopened: Reopened) -> Variant:
         verdict="unstable" if unstable else "",
         reasons=(
             *([unstable] if unstable else ()),
-            *(f"at batch {at['timing']['batch']}: {at['unstable']}" for at in timed["also"] if at["unstable"]),
+            *(f"at batch {batch}: {why}" for batch, why in doubts.items() if why),
             *told,
         ),
     )

@@ -29,14 +29,17 @@ class Interval:
 def mean_score(scores: np.ndarray, confidence: float) -> Interval:
     """Mean of per-sample scores [n] in 0 … 1.
 
-    Scores that are all 0 or 1 get Wilson's interval (Wilson 1927, JASA 22:209), others
-    Student's t. Raises ValueError if there are none, or one isn't finite.
+    Scores that are all 0 or 1 get Wilson's interval (Wilson 1927, JASA 22:209), others Student's t with a score of 0
+    and one of 1 added, as Agresti and Coull (1998, American Statistician 52:119) do, so that scores which happen to be
+    equal leave some width. Raises ValueError if there are none, or one isn't finite.
     """
     _finite(scores, "scores")
     n, mean = len(scores), float(scores.mean())
     if not binary(scores):
-        half = float(stdtrit(n - 1, (1 + confidence) / 2) * scores.std(ddof=1) / np.sqrt(n))
-        return Interval(mean, max(0.0, mean - half), min(1.0, mean + half))
+        more = np.append(scores, (0.0, 1.0))
+        center = float(more.mean())
+        half = float(stdtrit(n + 1, (1 + confidence) / 2) * more.std(ddof=1) / np.sqrt(n + 2))
+        return Interval(mean, max(0.0, min(mean, center - half)), min(1.0, max(mean, center + half)))
     z = float(ndtri((1 + confidence) / 2))
     center = (mean + z**2 / (2 * n)) / (1 + z**2 / n)
     half = z / (1 + z**2 / n) * float(np.sqrt(mean * (1 - mean) / n + z**2 / (4 * n**2)))
@@ -47,7 +50,8 @@ def paired_change(scores: np.ndarray, baseline: np.ndarray, confidence: float) -
     """Mean of `scores` - `baseline`, both [n] and of the same samples in the same order.
 
     Binary scores get the interval of Agresti and Min (2005, Statistics in Medicine 24:729),
-    which stays wide enough when few samples changed; others Student's t, of 2 samples at least, else Fault.
+    which stays wide enough when few samples changed; others the same form with Student's t, of 2 samples at least, else
+    Fault.
     """
     center, error = paired_statistic(scores, baseline)
     value = float((scores - baseline).mean())
@@ -59,24 +63,22 @@ def paired_change(scores: np.ndarray, baseline: np.ndarray, confidence: float) -
 def paired_statistic(scores: np.ndarray, baseline: np.ndarray) -> tuple[float, float]:
     """The centre of the mean change of paired scores, both [n], and its standard error, as `paired_change` takes them.
 
-    Of binary scores both are those of Agresti and Min, and the error is a normal law's; else Student's, of n - 1,
-    which a single sample hasn't: Fault.
+    Both are those of Agresti and Min: of the differences and a gained and a lost one added, each of weight 1/2. The
+    error of binary scores is a normal law's; else Student's, of n - 1, which a single sample hasn't: Fault.
     """
     if scores.shape != baseline.shape:
         raise ValueError(f"paired scores of {scores.shape} and {baseline.shape} samples")
     _finite(np.stack([scores, baseline]), "paired scores")
     n, difference = len(scores), scores - baseline
-    if not binary(scores, baseline):
-        if n < 2:
-            raise Fault(
-                "a change of scores that aren't all 0 or 1 has no interval",
-                got=f"{n} sample",
-                expected="at least 2 samples",
-                do="make the test split larger: data.test in params.yaml",
-            )
-        return float(difference.mean()), float(difference.std(ddof=1) / np.sqrt(n))
-    gained, lost = float((difference > 0).sum()), float((difference < 0).sum())
-    return (gained - lost) / (n + 2), float(np.sqrt(gained + lost + 1 - (gained - lost) ** 2 / (n + 2))) / (n + 2)
+    if n < 2 and not binary(scores, baseline):
+        raise Fault(
+            "a change of scores that aren't all 0 or 1 has no interval",
+            got=f"{n} sample",
+            expected="at least 2 samples",
+            do="make the test split larger: data.test in params.yaml",
+        )
+    total, squares = float(difference.sum()), float(np.square(difference).sum())
+    return total / (n + 2), float(np.sqrt(squares + 1 - total**2 / (n + 2))) / (n + 2)
 
 
 def ratio(numerator: np.ndarray, denominator: np.ndarray, confidence: float) -> Interval:

@@ -38,8 +38,9 @@ class Point:
 
     Latencies are of a call, in milliseconds, None with too few calls, and `bounds` their intervals by name, windows
     counting as clusters (see `clustered`); throughput is in samples a second, the geometric mean over the rounds with
-    Student's interval of the logarithms. `within` says whether p90 keeps the limit with its whole interval, None if
-    that isn't known, or without a limit. `discarded` counts windows thrown away, by reason; `disturbed` says that one
+    Student's interval of the logarithms. `within` says whether p90 keeps the limit with a whole interval, one that is
+    wider than that in `bounds` where several numbers of streams are judged; None if that isn't known, or without a
+    limit. `discarded` counts windows thrown away, by reason; `disturbed` says that one
     had to be used.
     """
 
@@ -100,7 +101,8 @@ def sweep(
 ) -> Sweep:
     """Measure every batch size in every number of streams, in rounds, in an order drawn anew for each.
 
-    Inputs are of the validation split; calls are timed by the host's clock, copies included. An interruption (Ctrl-C)
+    Inputs are of the validation split; calls are timed by the host's clock, copies included. The limit is judged once
+    for each number of streams, at the edge, so each time at a share of the error (Bonferroni). An interruption (Ctrl-C)
     ends it, and what was found until then is returned. Raises Fault for batches that the engine doesn't take, and
     Unavailable if it can't run here.
     """
@@ -113,9 +115,10 @@ def sweep(
         stack.enter_context(flags(described))
         pools = {batch: make_pool(inputs, batch, 2 * last_level_cache_bytes()) for batch in batches}
         cells = [Cell(b, s, pools[b]) for s in streams if s <= len(sessions) for b in batches]
-        interrupted = _rounds(cells, sessions, described.threads, params, watch, tell, rounds)
+        sure = 1 - (1 - params.confidence) / len({cell.streams for cell in cells})
+        interrupted = _rounds(cells, sessions, described.threads, params, watch, tell, rounds, calls_of(rounds, sure))
         conditions = watch.conditions()
-    points = [_point(cell, params) for cell in cells if len(cell.rates) > 1]
+    points = [_point(cell, params, sure) for cell in cells if len(cell.rates) > 1]
     return Sweep(
         engine=folder.name,
         engine_sha256=described.engine_sha256,
@@ -161,8 +164,9 @@ def _rounds(
     watch: Monitor,
     tell: Callable[[str], None],
     rounds: int,
+    calls: int,
 ) -> bool:
-    rng, calls = np.random.default_rng(params.seed), calls_of(rounds, params.confidence)
+    rng = np.random.default_rng(params.seed)
     try:
         # One after the other: backends compile and capture graphs at the first call of a shape.
         for session in sessions:
@@ -203,7 +207,8 @@ def _measure(
     cell.rates.append(rate * cell.batch)
 
 
-def _point(cell: Cell, params: BenchmarkParams) -> Point:
+def _point(cell: Cell, params: BenchmarkParams, sure: float) -> Point:
+    judged = clustered.bounds(cell.windows, (JUDGED,), sure).get(f"p{JUDGED}")
     samples, bounds = np.concatenate(cell.windows), clustered.bounds(cell.windows, (50, JUDGED, 99), params.confidence)
     p50, p90, p99 = (percentile(samples, q) for q in (50, JUDGED, 99))
     return Point(
@@ -214,7 +219,7 @@ def _point(cell: Cell, params: BenchmarkParams) -> Point:
         p99=p99,
         n=len(samples),
         throughput_per_s=rate(np.array(cell.rates), params.confidence),
-        within=_within(bounds.get(f"p{JUDGED}"), params.max_latency_ms),
+        within=_within(judged, params.max_latency_ms),
         bounds=bounds,
         discarded=dict(cell.discarded),
         disturbed=cell.disturbed,

@@ -142,7 +142,7 @@ def _gpu() -> dict[str, str] | None:
     except Exception:
         return None
     try:
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        handle = first_gpu(pynvml)
         major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
         return {
             "name": _text(pynvml.nvmlDeviceGetName(handle)),
@@ -153,6 +153,14 @@ def _gpu() -> dict[str, str] | None:
         return None
     finally:
         pynvml.nvmlShutdown()
+
+
+def first_gpu(nvml: Any) -> Any:
+    """The first GPU that CUDA sees, as CUDA_VISIBLE_DEVICES says: an index, in NVML's order, or a UUID."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    if first.startswith(("GPU-", "MIG-")):
+        return nvml.nvmlDeviceGetHandleByUUID(first)
+    return nvml.nvmlDeviceGetHandleByIndex(int(first) if first.isdigit() else 0)
 
 
 def _text(value: str | bytes) -> str:

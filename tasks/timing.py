@@ -129,6 +129,11 @@ class Opening:
         return Opening(*bare)
 
 
+def logs(openings: Sequence[Opening]) -> list[float]:
+    """The logarithm of the speed-up that each opening tells."""
+    return [float(np.log(opening.plain().speedup(0.95).value)) for opening in openings]
+
+
 def over(
     openings: Sequence[Opening], confidence: float, family: int = 1, reopen_sd: float = 0.0, scatter: float = 0.0
 ) -> Interval:

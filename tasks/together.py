@@ -9,7 +9,7 @@ import numpy as np
 
 from tasks.scatter import Scatter, allowance
 from tasks.stats import Interval
-from tasks.timing import Opening, Timing, over, unusable
+from tasks.timing import Opening, Timing, logs, over, unusable
 
 AS_FAST = 1.05
 
@@ -18,7 +18,7 @@ AS_FAST = 1.05
 class Together:
     """The timings by name of each opening, if any; speed-ups hold with `confidence` for all pairs together.
 
-    They allow for `reopen_sd`, or for what the two engines' openings scatter by (`Scatter.allowance`) if that is more.
+    They allow for `reopen_sd`, or for what the two engines' openings scatter by (`scatter.allowance`) if that is more.
     """
 
     openings: Sequence[Mapping[str, Timing]] = ()
@@ -47,7 +47,7 @@ class Together:
     def gain(self, name: str, versus: str) -> Interval:
         """How many times faster one is than another."""
         pair = [Opening.of(timings, name, versus) for timings in self.openings]
-        allowed = allowance(self.scatter, [name, versus], self.confidence, self.family)
+        allowed = allowance(self.scatter, [name, versus], self.confidence, self.family, logs(pair))
         return over(pair, self.confidence, self.family, self.reopen_sd, allowed)
 
     def typical_ms(self, name: str) -> float:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import urllib.error
 import urllib.request
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,7 +55,10 @@ def absent(error: MlflowException) -> bool:
 
 
 def experiment(store: MlflowClient, name: str) -> str:
-    """Id of an experiment, created where missing; a deleted one is restored."""
+    """Id of an experiment, created where missing; a deleted one is restored.
+
+    Raises Fault if the project's own store was made in another folder: its artifacts would go there.
+    """
     from mlflow.exceptions import MlflowException
 
     found = store.get_experiment_by_name(name)
@@ -65,9 +70,34 @@ def experiment(store: MlflowClient, name: str) -> str:
             found = store.get_experiment_by_name(name)
             if found is None:
                 raise
+    _require_here(found.artifact_location)
     if found.lifecycle_stage == "deleted":
         store.restore_experiment(found.experiment_id)
     return str(found.experiment_id)
+
+
+def require_unmoved() -> None:
+    """Raise Fault if the project's own store was made in another folder.
+
+    Reads the file without MLflow, whose import takes longer than all else that is done before a run.
+    """
+    if not EMBEDDED.is_file():
+        return
+    with suppress(sqlite3.Error), closing(sqlite3.connect(f"file:{EMBEDDED}?mode=ro", uri=True)) as store:
+        query = "SELECT artifact_location FROM experiments WHERE name != 'Default'"
+        for (location,) in store.execute(query).fetchall():
+            _require_here(location)
+
+
+def _require_here(location: str) -> None:
+    here = ARTIFACTS.resolve().as_uri()
+    if uri() == f"sqlite:///{EMBEDDED.resolve()}" and location != here:
+        raise Fault(
+            "this folder was moved or copied: its MLflow store keeps artifacts elsewhere",
+            got=location,
+            expected=here,
+            do=f"move it back, or remove {EMBEDDED} to begin a store here; the next run records and promotes anew",
+        )
 
 
 def close_dead_runs(store: MlflowClient) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import re
 import shutil
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -185,6 +187,23 @@ def project(template: Path, tmp_path: Path) -> Path:
     folder = tmp_path / "project"
     shutil.copytree(template, folder, symlinks=True)
     return folder
+
+
+@pytest.fixture(scope="session")
+def rehome() -> Callable[[Path, Path], None]:
+    """`rehome(folder, old)` lets the MLflow store of a copied project say that it is in its new folder."""
+
+    def change(folder: Path, old: Path) -> None:
+        with sqlite3.connect(folder / "mlflow.db") as store:
+            for table, column in (("experiments", "artifact_location"), ("runs", "artifact_uri")):
+                store.execute(f"UPDATE {table} SET {column} = replace({column}, ?, ?)", (old.as_uri(), folder.as_uri()))
+        store.close()
+        seen, status = folder / ".enginesmith/store.json", (folder / "mlflow.db").stat()
+        if seen.is_file():
+            stamp = {**json.loads(seen.read_text()), "store": [status.st_size, status.st_mtime_ns]}
+            seen.write_text(json.dumps(stamp))
+
+    return change
 
 
 @pytest.fixture(scope="session")

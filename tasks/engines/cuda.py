@@ -5,7 +5,9 @@ No PyTorch is needed here. The context is shared with PyTorch and ONNX Runtime: 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -22,6 +24,7 @@ from tasks.workloads.protocol import Arrays
 
 # CU_STREAM_NON_BLOCKING: work on the default stream neither waits for this one nor spoils a capture of it.
 NON_BLOCKING = 1
+_SESSIONS: weakref.WeakSet[CudaSession] = weakref.WeakSet()
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -47,6 +50,7 @@ class CudaSession(ABC):
         self._output_shapes: Shapes = {}
         self.memory_bytes: int | None = 0
         self._open = True
+        _SESSIONS.add(self)
         try:
             with self.counted():
                 self.stream = driver.Stream(NON_BLOCKING)
@@ -180,6 +184,14 @@ class CudaSession(ABC):
             batch = shapes[spec.name][0]
             sizes |= {d: n for d, n in zip(spec.shape, shapes[spec.name], strict=True) if isinstance(d, str)}
         return {spec.name: shape_of(spec, batch, sizes) for spec in self.outputs}
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close what was left open, while the libraries that sessions need are whole: some abort the process else."""
+    for session in list(_SESSIONS):
+        with contextlib.suppress(Exception):
+            session.close()
 
 
 def shape_of(spec: TensorSpec, batch: int, sizes: Mapping[str, int]) -> tuple[int, ...]:

@@ -11,11 +11,13 @@ import onnx
 import onnxruntime as ort
 
 from tasks.engines.cuda import Buffer, CudaSession, Shapes
+from tasks.engines.cuda_memory import current
 from tasks.engines.ort_start import start
 from tasks.errors import Fault, Unavailable
 from tasks.manifest import Manifest
+from tasks.workloads.protocol import Arrays
 
-# Launches between two at whose end ONNX Runtime waits, and frees the pinned memory that its kernels took for them.
+# Launches after which one is made at whose end ONNX Runtime waits, and frees the pinned memory that kernels took.
 DRAIN_EVERY = 256
 
 
@@ -24,12 +26,12 @@ class OnnxRuntimeCudaSession(CudaSession):
 
     Inputs and outputs are bound to the session's buffers once for each set of shapes. With `cuda_graph` ONNX Runtime
     captures one graph for each set, under an annotation of its own; it waits for the GPU at each replay of one.
-    Else a launch doesn't wait, but for one in `DRAIN_EVERY`.
+    Else no launch waits.
     """
 
     def __init__(self, folder: Path, described: Manifest) -> None:
         self._drain: Callable[[], None] | None = None
-        self._launched = 0
+        self._undrained = 0
         super().__init__(described)
         self.waits = self._graphs = bool(described.settings["cuda_graph"])
         try:
@@ -78,15 +80,18 @@ class OnnxRuntimeCudaSession(CudaSession):
             session.run_with_iobinding(binding, waiting)
 
         def launch() -> None:
-            self._launched += 1
-            if self._launched % DRAIN_EVERY:
-                session.run_with_iobinding(binding, options)
-                self._drain = drain
-            else:
-                drain()
-                self._drain = None
+            self._drain, self._undrained = drain, self._undrained + 1
+            session.run_with_iobinding(binding, options)
 
         return launch
+
+    def load(self, batch: Arrays) -> None:
+        """As every session's; every 256 launches it gives back what they hold of pinned memory, by one that waits."""
+        if self._drain and self._undrained >= DRAIN_EVERY:
+            with current():
+                self._drain()
+            self._drain, self._undrained = None, 0
+        super().load(batch)
 
     def release(self) -> None:
         """Destroy the session before its stream and buffers.

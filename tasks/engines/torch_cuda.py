@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 from collections.abc import Callable, Iterator
 
@@ -108,8 +109,12 @@ class TorchCudaSession(CudaSession):
             yield
 
     def release(self) -> None:
-        """Let go of the model and its graphs, and give PyTorch's unused memory back to the device."""
+        """Let go of the model and its graphs, and give PyTorch's unused memory back to the device.
+
+        A module that was traced and its graph hold each other: only a collection frees their weights.
+        """
         self._find = None
+        gc.collect()
         torch.cuda.empty_cache()
 
 

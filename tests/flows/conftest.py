@@ -36,8 +36,9 @@ def built(once: Callable[..., Path], new_project: Callable[[Path], Path], comman
 
 
 @pytest.fixture
-def copy(built: Built, tmp_path: Path) -> Path:
-    """A copy of the built project, to be changed; its MLflow store says that it is elsewhere."""
+def copy(built: Built, tmp_path: Path, rehome: Callable[[Path, Path], None]) -> Path:
+    """A copy of the built project, to be changed, with a store of its own."""
     folder = tmp_path / "project"
     shutil.copytree(built.kept, folder, symlinks=True)
+    rehome(folder, built.folder)
     return folder

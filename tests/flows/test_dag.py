@@ -133,3 +133,12 @@ def test_after_lists_descendants(dag: Dag) -> None:
     after = dag.after("quantize@base-int8")
     engine = {f"{step}@base-int8-ort" for step in ("build", "evaluate", "benchmark")}
     assert set(after) == engine | {"compare", "record", "promote", "report"}
+
+
+def test_a_lock_file_that_was_cut_off_is_told(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(copy)
+    lock = Path("dvc.lock")
+    lock.write_text(lock.read_text()[:-40] + "\n  : [")
+    with pytest.raises(Fault, match="DVC can't read this folder's stages") as caught:
+        Dag()
+    assert "remove it" in str(caught.value)

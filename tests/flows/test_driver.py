@@ -171,3 +171,34 @@ def test_an_error_of_dvc_itself_fails_the_stage_and_is_told(
     assert run.ended["quantize@base-int8"].reason == "OSError: no space left [here]"
     assert run.ended["build@base-int8-ort"].how == "skipped"
     assert run.ended["build@base-ort"].how == "up to date"
+
+
+def test_a_stage_that_can_not_be_kept_spoils_what_it_makes_stale(
+    driver, copy: Path, monkeypatch: pytest.MonkeyPatch, edit
+) -> None:
+    """As on a full disk: what was made of the earlier one must not be judged under the new settings."""
+    whole = Dag.commit
+
+    def full(self: Dag, name: str, began: dict[str, str]) -> None:
+        if name == "quantize@base-int8":
+            raise OSError(28, "No space left on device")
+        whole(self, name, began)
+
+    edit(copy, lambda p: p["quantize"]["base-int8"].update(samples=40))
+    monkeypatch.setattr(Dag, "commit", full)
+    run = driver(stop_before="record")
+    assert "No space left on device" in str(run.ended["quantize@base-int8"].reason)
+    assert not layout.report("benchmark", "base-int8-ort").exists()
+    assert verdicts()["base-int8-ort"][0] == "failed"
+    assert verdicts()["base-ort"][0] in MEASURED
+
+
+def test_settings_that_change_during_a_run_end_in_no_verdict(driver, copy: Path, edit) -> None:
+    run = driver(stop_before="compare")
+    before = layout.COMPARISON.read_bytes()
+    edit(copy, lambda p: p["train"]["base"].update(epochs=9))
+    run.forced = frozenset(["compare"])
+    ended = run.stage("compare")
+    assert (ended.how, ended.ok) == ("failed", False)
+    assert "params.yaml changed during this run" in str(ended.reason)
+    assert layout.COMPARISON.read_bytes() == before

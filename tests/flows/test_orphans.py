@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,3 +25,15 @@ def test_only_temporary_servers_of_this_project_are_ended(tmp_path: Path, monkey
     finally:
         for process in (mine, *others):
             process.kill()
+
+
+def test_the_server_of_a_run_that_lives_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefect starts its server as a child of the run's own interpreter."""
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
+    environment = {**os.environ, "PREFECT__SERVER_EPHEMERAL": "1"}
+    server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=environment)
+    try:
+        assert end_orphans() == 0
+        assert server.poll() is None
+    finally:
+        server.kill()

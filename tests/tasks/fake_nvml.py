@@ -45,6 +45,9 @@ class FakeNvml:
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
         return index
 
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        return uuid
+
     def nvmlDeviceGetName(self, handle: int) -> bytes:
         return b"NVIDIA H200"
 

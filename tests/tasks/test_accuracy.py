@@ -76,10 +76,11 @@ def test_non_inferiority_agrees_with_the_gate_on_every_table(binary: bool) -> No
     assert verdicts == {True, False}
 
 
-@pytest.mark.parametrize(("margin", "p"), [(-0.1, 0.0), (0.1, 1.0)])
-def test_a_change_that_is_the_same_for_all_leaves_no_doubt(margin: float, p: float) -> None:
-    scores = np.full(9, 0.5)
-    assert non_inferiority(scores, scores, margin) == p
+def test_a_change_that_is_the_same_for_few_leaves_a_doubt_and_for_many_none() -> None:
+    few, many = np.full(9, 0.5), np.full(900, 0.5)
+    assert non_inferiority(few, few, -0.1) > 0.025
+    assert non_inferiority(many, many, -0.1) < 1e-6
+    assert non_inferiority(many, many, 0.1) > 1 - 1e-6
 
 
 LABELS = [0, 0, 0, 0, 1, 1, 1, 2]

@@ -152,3 +152,13 @@ def test_the_command_refuses_another_clock(
         command.main()
     assert exited.value.code == 2
     assert "host or device" in capsys.readouterr().err
+
+
+def test_openings_are_allowed_for_as_far_as_assumed(engines: dict[str, Path], params: Any, capsys: Any) -> None:
+    both = [engines["small"], engines["small"]]
+    narrow, wide = (bench(both, None, params(), reopen_sd) for reopen_sd in (None, 0.2))
+    assert (narrow.reopen_sd, wide.reopen_sd) == (0.007, 0.2)
+    assert wide.rows[1].verdict == "not told apart"
+    assert wide.rows[1].ratio.high > 1.3 * wide.rows[1].ratio.value
+    show(wide, Console(width=160))
+    assert "openings that differ by 20.0% (--reopen-sd)" in " ".join(capsys.readouterr().out.split())

@@ -167,7 +167,8 @@ def test_the_page_has_the_same_trials_by_their_rounds_alone(tmp_path: Path, quic
     once = page(replace(found, same=TALLY, alone=differ, reopened=False))
     assert "| by its rounds alone (a constant shift between the two openings is in every trial) | 200 | 60 |" in once
     assert "By its rounds alone, at most 5%: DOES NOT HOLD: the two openings differ by more than the rounds'" in once
-    assert "At most 5%: holds." in once
+    assert "All trials are of one pair of openings" in once and "For this pair, at most 5%: holds." in once
+    assert "At most 5%: holds." in text
 
 
 def test_the_page_names_the_code_the_libraries_and_the_engine(tmp_path: Path, quick: None) -> None:

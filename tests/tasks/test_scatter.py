@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy.special import stdtrit
 
 from tasks import layout, results, scatter
 from tasks.files import read_json, write_json
@@ -176,3 +177,50 @@ def test_a_few_openings_count_for_more_than_their_spread_says() -> None:
     assert allowed(["b"], family=9) > allowed(["b"])
     quiet = scatter.Scatter({"a": 0.001}, 6.0, 0.03, 8, None)
     assert scatter.allowance(quiet, ["a"], 0.95) == pytest.approx(0.03 * 2.306 / 1.960, rel=1e-3)
+
+
+RECORDED = scatter.Scatter({"a": 0.01, "b": 0.01}, 6.0, 0.01, 20, None)
+
+
+def false_verdicts(hour: float, own: bool, trials: int = 4000) -> float:
+    """The share of equal pairs of which three openings call one faster, in an hour with such a deviation of ratios."""
+    rng, found = np.random.default_rng(3), 0
+    for _ in range(trials):
+        logs = list(rng.normal(0, hour, 3))
+        allowed = scatter.allowance(RECORDED, ["a", "b"], 0.95, 1, logs if own else ())
+        found += np.mean(logs) > 1.96 * allowed / 3**0.5
+    return found / trials
+
+
+def test_a_series_in_a_restless_hour_is_judged_by_its_own_openings() -> None:
+    assert [false_verdicts(hour, own=True) < 0.06 for hour in (0.014, 0.03, 0.1)] == [True] * 3
+    assert false_verdicts(0.10, own=False) > 0.3
+
+
+def test_a_series_as_its_record_says_is_judged_by_that() -> None:
+    recorded = scatter.allowance(RECORDED, ["a", "b"], 0.95)
+    assert scatter.allowance(RECORDED, ["a", "b"], 0.95, 1, [0.01, -0.01, 0.0]) == recorded
+    assert scatter.allowance(RECORDED, ["a", "b"], 0.95, 1, [0.1]) == recorded
+    assert scatter.allowance(RECORDED, ["a", "b"], 0.95, 1, [0.1, -0.1, 0.0]) > 5 * recorded
+
+
+def test_without_a_record_the_own_openings_count() -> None:
+    assert scatter.allowance(None, ["a"], 0.95) == 0
+    logs = [0.1, -0.1, 0.0]
+    assert scatter.allowance(None, ["a"], 0.95, 1, logs) == pytest.approx(0.1 * 4.303 / 1.96, rel=1e-3)
+
+
+def test_two_openings_moderate_less_than_three() -> None:
+    """One engine of ten that scatters ten times as much: with one difference each, the others count for two at most."""
+    rng = np.random.default_rng(2)
+    for openings in (2, 3):
+        free, found = openings - 1, 0
+        for _ in range(1000):
+            sds = np.array([10.0] + [1.0] * 9)
+            logs = rng.normal(0, 1, (10, openings)) * sds[:, None]
+            each, degrees = moderated(list(logs.var(axis=1, ddof=1)), [free] * 10)
+            sure = 1 - 0.05 / 9 / 2
+            wide = stdtrit(degrees, sure) * np.sqrt(each) / openings**0.5
+            common = stdtrit(free * 10, sure) * np.sqrt(np.mean(logs.var(axis=1, ddof=1))) / openings**0.5
+            found += bool((logs.mean(axis=1) > np.maximum(wide, common)).any())
+        assert found / 1000 < 0.075, openings

@@ -38,10 +38,10 @@ def test_accuracy_interval_is_wilsons(ones: int, n: int, confidence: float) -> N
     assert (got.low, got.high) == pytest.approx((low, high), abs=1e-8)
 
 
-def test_interval_of_scores_that_are_not_binary_is_students() -> None:
-    scores = np.array([0.2, 0.5, 0.9, 0.4])
-    low, high = t.interval(0.9, 3, scores.mean(), scores.std(ddof=1) / 2)
-    got = mean_score(scores, 0.9)
+def test_interval_of_scores_that_are_not_binary_is_students_with_a_0_and_a_1_added() -> None:
+    more = np.array([0.2, 0.5, 0.9, 0.4, 0, 1])
+    low, high = t.interval(0.9, 5, more.mean(), more.std(ddof=1) / 6**0.5)
+    got = mean_score(more[:4], 0.9)
     assert (got.value, got.low, got.high) == pytest.approx((0.5, low, high))
 
 
@@ -81,11 +81,14 @@ def test_paired_change_covers_the_truth(gain: float, loss: float, n: int) -> Non
     assert covered / trials >= 0.94
 
 
-def test_paired_change_of_scores_that_are_not_binary_is_students() -> None:
+def test_paired_change_of_scores_that_are_not_binary_adds_the_same_and_is_students() -> None:
     a, b = np.array([0.5, 0.7, 0.9]), np.array([0.4, 0.7, 0.6])
-    low, high = t.interval(0.95, 2, (a - b).mean(), (a - b).std(ddof=1) / np.sqrt(3))
+    d, weights = np.array([0.1, 0.0, 0.3, 1.0, -1.0, 0.0]), np.array([1, 1, 1, 0.5, 0.5, 1])
+    center = np.average(d, weights=weights)
+    error = np.sqrt(np.average((d - center) ** 2, weights=weights) / 5)
+    half = t.ppf(0.975, 2) * error
     got = paired_change(a, b, 0.95)
-    assert (got.low, got.high) == pytest.approx((low, high))
+    assert (got.low, got.high) == pytest.approx((center - half, center + half))
 
 
 def test_a_change_of_a_single_sample_has_no_interval_unless_it_is_right_or_wrong() -> None:
@@ -216,3 +219,20 @@ def test_twins_that_differ_from_opening_to_opening_are_told_apart_in_one_of_twen
             told[sd] += gain.low > 1 or gain.high < 1
     assert told[0.0] > 0.4 * 300
     assert told[0.005] <= 0.08 * 300
+
+
+def test_scores_that_happen_to_be_equal_leave_an_interval() -> None:
+    """One sample that is neither 0 nor 1, the same in both, and no difference: that proves no margin."""
+    scores = np.r_[0.5, np.ones(99)]
+    found = paired_change(scores, scores, 0.95)
+    assert found.value == 0 and found.low < -0.015 < 0.015 < found.high
+    assert mean_score(np.full(10, 0.5), 0.95).low < 0.4
+
+
+def test_fractional_scores_miss_the_margin_as_seldom_as_said() -> None:
+    """A loss of 1 on 2.1 % of samples, a margin of 2 points: it may pass once in forty times."""
+    rng, passed = np.random.default_rng(0), 0
+    for _ in range(2000):
+        scores = np.r_[0.5, 1.0 - (rng.random(79) < 0.021)]
+        passed += paired_change(scores, np.r_[0.5, np.ones(79)], 0.95).low > -0.02
+    assert passed / 2000 < 0.025

@@ -117,7 +117,7 @@ def test_the_best_is_the_most_throughput_within_the_limit() -> None:
 
 def within(windows: list[np.ndarray], limit: float | None) -> tuple[float | None, bool | None]:
     cell = sweep.Cell(4, 1, [], windows=windows, rates=[10.0, 11.0])
-    found = sweep._point(cell, BenchmarkParams(max_latency_ms=limit))
+    found = sweep._point(cell, BenchmarkParams(max_latency_ms=limit), 0.95)
     return found.p90, found.within
 
 
@@ -253,3 +253,13 @@ def test_the_command_refuses(
         command.main()
     assert exited.value.code == 2
     assert fault in capsys.readouterr().err
+
+
+def test_the_limit_is_judged_at_a_share_of_the_error_for_each_number_of_streams() -> None:
+    rng = np.random.default_rng(0)
+    windows = [rng.gamma(4.0, 0.5, sweep.calls_of(5, 0.95)) for _ in range(5)]
+    cell = sweep.Cell(4, 1, [], windows=windows, rates=[10.0, 11.0])
+    alone = sweep._point(cell, BenchmarkParams(max_latency_ms=9.0), 0.95).bounds["p90"]
+    limit = alone.high + 1e-9
+    assert sweep._point(cell, BenchmarkParams(max_latency_ms=limit), 0.95).within is True
+    assert sweep._point(cell, BenchmarkParams(max_latency_ms=limit), 1 - 0.05 / 4).within is None

@@ -91,3 +91,13 @@ def test_refresh_rewrites_the_file_of_another_machine(tmp_path: Path) -> None:
 
 def test_the_last_level_cache_has_a_plausible_size() -> None:
     assert 1 << 20 <= target.last_level_cache_bytes() <= 4 << 30
+
+
+@pytest.mark.parametrize(("visible", "handle"), [(None, 0), ("1", 1), ("2,0", 2), ("GPU-5", "GPU-5"), ("", 0)])
+def test_the_gpu_is_the_first_that_cuda_sees(
+    visible: str | None, handle: Any, fake_nvml: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert target.first_gpu(fake_nvml.FakeNvml()) == handle

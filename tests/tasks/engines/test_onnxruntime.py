@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,14 @@ from tasks.check import faults
 from tasks.data import data
 from tasks.engines import onnxruntime as backend
 from tasks.engines import ort_layers, ort_start
-from tasks.engines.protocol import Built
+from tasks.engines.protocol import Built, open_engine
 from tasks.errors import Fault, Unavailable
 from tasks.export import export
 from tasks.files import sha256
 from tasks.quantize import quantize
 from tasks.settings import BuildParams, DataParams, ExportParams, QuantizeParams
 
+ROOT = Path(__file__).resolve().parents[3]
 EP = (ort_start.CUDA, ort_start.CPU)
 GPU = {"name": "NVIDIA L4", "compute_capability": "8.9", "driver": "580.1"}
 
@@ -446,11 +449,9 @@ def test_an_engine_for_cuda_that_is_edited_to_another_gpu_is_refused(tmp_path: P
         backend.open(tmp_path / "engine", replace(made, built_for={**made.built_for, "compute_capability": "1.0"}))
 
 
-@pytest.mark.gpu
-def test_a_recurrent_session_closes_beside_another_after_any_number_of_launches(tmp_path: Path) -> None:
-    """Its kernels take pinned memory at each launch, and ONNX Runtime aborts if that outlives the session."""
-    from tasks.engines.ort_cuda import DRAIN_EVERY
-
+@pytest.fixture
+def recurrent(tmp_path: Path) -> tuple[Path, dict[str, np.ndarray]]:
+    """An engine of an LSTM for CUDA, whose kernels take pinned memory at each launch, and a batch for it."""
     rng = np.random.default_rng(0)
     shapes = {"w": (1, 32, 4), "r": (1, 32, 8), "b": (1, 64)}
     weights = [onnx.numpy_helper.from_array(rng.normal(size=s).astype(np.float32), k) for k, s in shapes.items()]
@@ -464,15 +465,38 @@ def test_a_recurrent_session_closes_beside_another_after_any_number_of_launches(
         for name, shape in {"x": (5, 4), "y": (1, 8)}.items()
     ]
     graph = helper.make_graph(nodes, "recurrent", values[:1], values[1:], weights)
-    source = saved(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), tmp_path / "s")
-    made = built(source, tmp_path / "engine", device="cuda").manifest
-    value = {"x": rng.normal(size=(3, 5, 4)).astype(np.float32)}
-    with backend.open(tmp_path / "engine", made) as kept:
-        expected = kept.run(value)["y"]
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    manifest.write(
+        tmp_path / "engine", built(saved(model, tmp_path / "s"), tmp_path / "engine", device="cuda").manifest
+    )
+    return tmp_path / "engine", {"x": rng.normal(size=(3, 5, 4)).astype(np.float32)}
+
+
+@pytest.mark.gpu
+def test_a_recurrent_session_closes_beside_another_after_any_number_of_launches(recurrent: Any) -> None:
+    from tasks.engines.ort_cuda import DRAIN_EVERY
+
+    folder, batch = recurrent
+    with open_engine(folder) as kept:
+        expected = kept.run(batch)["y"]
         for launches in (1, DRAIN_EVERY, DRAIN_EVERY + 1):
-            with backend.open(tmp_path / "engine", made) as session:
-                session.load(value)
-                for _ in range(launches):
-                    session.launch()
-                np.testing.assert_array_equal(session.fetch()["y"], expected)
-        np.testing.assert_array_equal(kept.run(value)["y"], expected)
+            with open_engine(folder) as session:
+                for _ in range(2):
+                    session.load(batch)
+                    for _ in range(launches):
+                        session.launch()
+                    np.testing.assert_array_equal(session.fetch()["y"], expected)
+        np.testing.assert_array_equal(kept.run(batch)["y"], expected)
+
+
+@pytest.mark.gpu
+def test_a_session_that_is_left_open_ends_with_its_process(recurrent: Any) -> None:
+    folder, _ = recurrent
+    script = """
+import sys, pathlib, numpy as np
+from tasks.engines.protocol import open_engine
+session = open_engine(pathlib.Path(sys.argv[1]))
+print(session.run({"x": np.ones((3, 5, 4), np.float32)})["y"].shape)
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(folder)], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, "(3, 1, 8)\n"), done.stderr

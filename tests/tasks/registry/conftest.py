@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sqlite3
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,17 +134,16 @@ def made(
 
 
 @pytest.fixture
-def copied(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def copied(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rehome: Callable[[Path, Path], None]
+) -> Iterator[Path]:
     """A copy of the project, with its own store, in which the comparison is recorded; the working directory."""
     root = tmp_path / "project"
     shutil.copytree(made, root, ignore=shutil.ignore_patterns(".git", ".dvc"))
     monkeypatch.chdir(root)
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", "ENGINESMITH_FLOW_RUN"):
         os.environ.pop(name, None)
-    with sqlite3.connect("mlflow.db") as store:
-        for table, column in (("experiments", "artifact_location"), ("runs", "artifact_uri")):
-            store.execute(f"UPDATE {table} SET {column} = replace({column}, ?, ?)", (made.as_uri(), root.as_uri()))
-    store.close()
+    rehome(root, made)
     yield root
     os.environ.pop("MLFLOW_TRACKING_URI", None)
 

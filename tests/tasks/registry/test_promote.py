@@ -209,12 +209,30 @@ def test_nothing_passes(recorded: Any) -> None:
     assert refused(recorded) == "no variant passes every gate"
 
 
+def moved(place: Any, target_id: str) -> Any:
+    """The machine of that id, on which all was measured now."""
+    for name in place.tree.engines:
+        for step in ("evaluate", "benchmark"):
+            place.change(layout.report(step, name), target_id=target_id)
+    return replace(place.here, id=target_id)
+
+
+def test_what_another_machine_measured_is_not_promoted_here(recorded: Any) -> None:
+    moved(recorded, "cpu-other")
+    with pytest.raises(Fault, match="thin-ort was measured on another machine") as caught:
+        recorded.promote("thin-ort")
+    assert "cpu-other" in str(caught.value)
+    with pytest.raises(Fault, match="was measured on another machine"):
+        recorded.record()
+    assert recorded.versions() == {}
+
+
 def test_the_champion_of_another_target_is_not_touched(recorded: Any) -> None:
     recorded.promote("thin-ort")
-    other = recorded.promote("wide-ort", replace(recorded.here, id="cpu-other"))
+    other = recorded.promote("wide-ort", moved(recorded, "cpu-other"))
     assert (other.alias, other.version, other.promoted) == ("champion-cpu-other", "2", "wide-ort")
     assert recorded.aliases() == {"champion": "1", "champion-cpu-other": "2"}
-    same = recorded.promote("thin-ort", replace(recorded.here, id="cpu-third"))
+    same = recorded.promote("thin-ort", moved(recorded, "cpu-third"))
     assert same.version == "3", "the same engine on another target is another version"
 
 
@@ -251,6 +269,28 @@ def test_a_champion_that_cannot_serve_today_does_not_defend_its_place(recorded: 
     assert recorded.aliases() == {"champion": "2", "previous": "1"}
 
 
+def test_a_champion_that_lost_its_files_is_registered_anew(recorded: Any) -> None:
+    recorded.promote("thin-ort")
+    [engine] = Path("mlartifacts").rglob("engine.onnx")
+    lose_files(engine.parent)
+    report = recorded.promote("thin-ort")
+    assert "version 1 of tiny has lost its files" in report.reasons[0]
+    assert (report.version, report.promoted) == ("2", "thin-ort")
+    assert "is the champion already, version 2" in recorded.promote("thin-ort").reasons[0]
+
+
+def test_a_machine_on_which_neither_opens_leaves_the_champion(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(folder: Path) -> None:
+        raise MemoryError("no memory left on this card")
+
+    recorded.promote("wide-ort")
+    monkeypatch.setattr(challenge, "open_engine", full)
+    with pytest.raises(Fault, match=r"neither champion version 1 .* nor thin-ort can be opened now") as caught:
+        recorded.promote("thin-ort")
+    assert "no memory left on this card" in str(caught.value)
+    assert recorded.aliases() == {"champion": "1"}
+
+
 def test_a_store_that_cannot_tell_the_champion_gets_no_new_one(recorded: Any) -> None:
     from mlflow.exceptions import MlflowException
 
@@ -280,6 +320,28 @@ def test_rollback_swaps_and_twice_returns(recorded: Any) -> None:
     assert rollback("tiny", recorded.here.id) == ("2", "1")
     assert recorded.aliases() == {"champion": "2", "previous": "1"}
     assert recorded.promote("thin-ort").promoted == "thin-ort"
+
+
+@pytest.mark.parametrize(("harm", "words"), [(lose_files, "has lost its files"), (age, "was built by another version")])
+def test_rollback_to_what_can_not_serve_changes_nothing(recorded: Any, harm: Any, words: str) -> None:
+    recorded.promote("wide-ort")
+    [engine] = Path("mlartifacts").rglob("engine.onnx")
+    recorded.promote("thin-ort")
+    harm(engine.parent)
+    with pytest.raises(Fault, match=words):
+        rollback("tiny", recorded.here.id)
+    assert recorded.aliases() == {"champion": "2", "previous": "1"}
+    assert "rolled_back" not in recorded.versions()["2"].tags
+
+
+def test_a_rollback_that_was_killed_halfway_is_finished(recorded: Any) -> None:
+    recorded.promote("wide-ort")
+    recorded.promote("thin-ort")
+    rollback("tiny", recorded.here.id)
+    recorded.store.set_registered_model_alias("tiny", f"previous-{recorded.here.id}", "1")
+    assert rollback("tiny", recorded.here.id) == ("1", "2")
+    assert recorded.aliases() == {"champion": "1", "previous": "2"}
+    assert rollback("tiny", recorded.here.id) == ("2", "1")
 
 
 def test_rollback_without_a_previous_version(recorded: Any) -> None:

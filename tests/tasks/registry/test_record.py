@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tasks import layout
+from tasks import compare, layout
+from tasks.compare import judged_variants
 from tasks.data import read, write
 from tasks.files import read_json
 from tasks.record import git_commit, in_store
@@ -155,6 +157,23 @@ def test_only_the_changed_variant_is_logged_again(place: Any) -> None:
     assert len(place.runs()) == 6
 
 
+def test_another_winner_of_the_same_numbers_is_a_comparison_of_its_own(place: Any) -> None:
+    first = place.record()
+    place.change(layout.COMPARISON, winner="wide-ort")
+    second = place.record()
+    assert (second.logged, second.reused) == (0, 3)
+    assert second.parent_run_id != first.parent_run_id
+    assert place.store.get_run(second.parent_run_id).data.tags["winner"] == "wide-ort"
+
+
+def test_another_judged_interval_is_logged_anew(place: Any) -> None:
+    """As when the tree has more engines, though this one's own record is the same."""
+    judged = next(v for v in judged_variants(place.tree) if v.name == "thin-ort")
+    wider = replace(judged, speedup=replace(judged.speedup, low=judged.speedup.low / 2))
+    same, other = (compare._content(place.tree, variant, {}) for variant in (judged, wider))
+    assert same == told("thin-ort")["content"] != other
+
+
 def test_what_a_run_holds_of_other_artifacts_records_is_logged_anew_when_it_changes(place: Any) -> None:
     """A step's seconds are in no engine's record, nor are the predictions that it is held against."""
     first, train = place.record(), layout.report("train", "thin")
@@ -242,11 +261,11 @@ def test_a_deleted_run_is_missed_and_made_anew(place: Any, which: str) -> None:
 
 
 def test_runs_of_another_target_are_not_reused(place: Any) -> None:
-    from dataclasses import replace
-
     from tasks.record import record
 
     place.record()
+    for name in ENGINES:
+        place.change(layout.report("benchmark", name), target_id="cpu-other")
     other = record(place.tree, place.workload, replace(place.here, id="cpu-other"))
     assert (other.logged, other.reused) == (3, 0)
 

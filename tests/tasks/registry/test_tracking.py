@@ -120,3 +120,15 @@ def test_a_dead_process_that_nobody_waited_for_is_dead(place: Any) -> None:
     finally:
         child.kill()
         child.communicate()
+
+
+def test_a_store_of_another_folder_is_refused(place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.record()
+    other = tmp_path / "moved"
+    place.root.rename(other)
+    monkeypatch.chdir(other)
+    os.environ.pop("MLFLOW_TRACKING_URI", None)
+    with pytest.raises(Fault, match="was moved or copied") as caught:
+        tracking.experiment(tracking.client(), "tiny")
+    assert place.root.as_uri() in str(caught.value)
+    assert not place.root.exists()
