@@ -36,8 +36,8 @@ run: $(VENV)/.run ## Make what is stale, measure, judge, promote; then print the
 
 repro: $(VENV)/.run ## The same through DVC alone, without Prefect
 	$(call free)
-	@cd $(PLACE) && rm -rf .enginesmith/failures && $(BIN)/python -m tasks target && PATH="$(BIN):$$PATH" $(BIN)/dvc repro && \
-		PATH="$(BIN):$$PATH" $(BIN)/dvc repro --force --single-item record promote report && $(BIN)/python -m tasks show
+	@cd $(PLACE) && rm -rf .enginesmith/failures && $(BIN)/python -m tasks target && export PATH="$(BIN):$$PATH" && \
+		dvc repro compare && dvc repro --force --single-item record promote && dvc repro report && $(BIN)/python -m tasks show
 	@echo "report: $(PLACE)/reports/latest/index.html"; echo "MLflow: make ui$(if $(filter-out .,$(PLACE)), WORKLOAD=$(WORKLOAD))"
 
 test: $(VENV)/.test ## Lint, type checks and all tests
@@ -70,9 +70,9 @@ clean: ## Remove what was made, but for the virtual environment and DVC's cache
 	$(call free)
 	cd $(PLACE) && rm -rf artifacts data results reports target.json mlflow.db mlartifacts .enginesmith
 
-# Nothing is made or removed beside a run in the same folder.
+# Nothing is made or removed beside a run in the same folder: looked at before, where flock(1) is installed.
 define free
-	@cd $(PLACE) && { test ! -e .enginesmith/run.lock || flock --nonblock .enginesmith/run.lock true; } || \
+	@cd $(PLACE) && { ! command -v flock >/dev/null || test ! -e .enginesmith/run.lock || flock -n .enginesmith/run.lock true; } || \
 		{ echo "error: got a run at work in $(PLACE), expected none; wait for it, or end it with Ctrl-C" >&2; exit 2; }
 endef
 

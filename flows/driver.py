@@ -16,7 +16,7 @@ from flows.machine import Machine
 from flows.progress import Progress, log_name
 from tasks import layout, params
 from tasks.errors import Fault
-from tasks.files import sha256, write_json
+from tasks.files import write_json
 from tasks.target import cores
 
 How = Literal["done", "restored", "up to date", "failed", "skipped"]
@@ -53,37 +53,37 @@ class Driver:
         self.children = Children({"ENGINESMITH_FLOW_RUN": self.flow_run or ""})
         self.progress = Progress(self.console, len(self.dag.stages), self.children)
         self._machine, self._urgency = Machine(cores()), self.dag.chains()
-        self._tree, self._settings = params.load(layout.PARAMS, models=False), sha256(layout.PARAMS)
+        self._tree = params.load(layout.PARAMS, models=False)
         self._lock = threading.Lock()
 
     def stage(self, name: str) -> Ended:
         """Bring one stage up to date, after those it needs; never raises for a failing step."""
         try:
-            return self._stage(self.dag.stages[name])
-        except Stopped:
-            return Ended(name, "skipped", "the run was stopped")
-        except Exception as error:
-            reason = _words(error)
-            self._spoil(name, reason)
-            return self._finish(Ended(name, "failed", reason))
+            try:
+                found = self._stage(self.dag.stages[name])
+            except Stopped:
+                return Ended(name, "skipped", "the run was stopped")
+            except Exception as error:
+                reason = _words(error)
+                self._spoil(name, reason)
+                found = Ended(name, "failed", reason)
+            return self._finish(found)
         finally:
             self._machine.came(name)
 
-    def _stage(self, stage: Stage) -> Ended:
+    def _stage(self, stage: Stage) -> Ended | tuple[Ended, float]:
         name = stage.name
         if self.children.stopping:
             raise Stopped(name)
         before = [self.ended[n] for n in stage.needs]
         broken = [e for e in before if not e.ok]
         if broken and not stage.fan_in:
-            ended = Ended(name, "skipped", f"{broken[0].stage} {broken[0].how}")
-        elif not self._has_to_run(stage, before):
-            ended = Ended(name, "up to date")
-        elif not stage.fan_in and name not in self.forced and self.dag.restore(name):
-            ended = Ended(name, "restored")
-        else:
-            return self._finish(self._run(stage))
-        return self._finish(ended)
+            return Ended(name, "skipped", f"{broken[0].stage} {broken[0].how}")
+        if not self._has_to_run(stage, before):
+            return Ended(name, "up to date")
+        if not stage.fan_in and name not in self.forced and self.dag.restore(name):
+            return Ended(name, "restored")
+        return self._run(stage)
 
     def failed(self) -> list[Ended]:
         """Stages that failed of themselves, in order."""
@@ -109,17 +109,18 @@ class Driver:
                 return Ended(stage.name, "done"), outcome.seconds
             except Exception as error:  # A full disk, for one.
                 reason = _words(error)
-                self.dag.discard(stage.name)
+                with suppress(Exception):
+                    self.dag.discard(stage.name)
         self._spoil(stage.name, reason)
         return Ended(stage.name, "failed", reason), outcome.seconds
 
     def _require_same_settings(self) -> None:
-        """Raise Fault if params.yaml isn't the one that this run began with: it would judge what another one made."""
-        if (now := sha256(layout.PARAMS)) != self._settings:
+        """Raise Fault if params.yaml has other settings than this run began with: they'd judge what others made."""
+        if params.load(layout.PARAMS, models=False).params != self._tree.params:
             raise Fault(
                 f"{layout.PARAMS} changed during this run",
-                got=f"sha256 {now[:12]}…",
-                expected=f"sha256 {self._settings[:12]}…",
+                got="other settings",
+                expected="those that it began with",
                 do="run again: what finished is kept",
             )
 
@@ -133,7 +134,8 @@ class Driver:
         """Remove what a failed stage and those after it left from earlier runs, and note why it failed."""
         for later in (name, *self.dag.after(name)):
             if not self.dag.stages[later].fan_in:
-                self.dag.discard(later)
+                with suppress(Exception):
+                    self.dag.discard(later)
         with suppress(OSError):  # On a full disk what is missing has to do.
             write_json(layout.failure(name), {"stage": name, "reason": reason})
 

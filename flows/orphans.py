@@ -20,11 +20,19 @@ def end_orphans() -> int:
                 continue
             environment = process.environ()
             ours = environment.get("PREFECT__SERVER_EPHEMERAL") == "1" and environment.get("PREFECT_HOME") == home
-            parent = process.parent()
-            if ours and not (parent and parent.exe() == process.exe()):
+            if ours and not _has_run(process):
                 process.terminate()
                 process.wait(10)
                 ended += 1
         except (psutil.Error, OSError):
             continue
     return ended
+
+
+def _has_run(server: psutil.Process) -> bool:
+    """Whether the process that started a server lives: its parent is a Python of the same file, and not the first."""
+    try:
+        parent = server.parent()
+        return parent is not None and parent.pid != 1 and parent.exe() == server.exe()
+    except psutil.Error:
+        return False

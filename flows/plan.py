@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from flows.dag import Dag
 from flows.driver import Driver, sweep
 from tasks import layout, params, target, tracking
 from tasks.files import read_json, sha256, write_json
+from tasks.workloads.protocol import load_workload
 
 STORE_STAGES = ("record", "promote", "report")
 
@@ -39,14 +41,14 @@ def plan() -> Plan:
     Also closes runs that died in the MLflow store. Raises ParamsFault before anything runs, and Fault if the store
     can't take what would be recorded.
     """
-    params.load(layout.PARAMS, models=False)
+    tree = params.load(layout.PARAMS, models=False)
     target.refresh()
     sweep()
     dag = Dag()
     stale = dag.stale()
     if stale:
         params.load(layout.PARAMS)
-        tracking.require_unmoved()
+        tracking.require_unmoved(load_workload(Path(tree.params.workload)).NAME)
     return Plan(dag, stale, missing_from_store())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -57,12 +58,16 @@ def challenge(tree: Tree, workload: Path, data: Path, candidate: Variant, champi
         try:
             defender = open_engine(folder)
         except Exception as error:  # a backend may raise anything
-            _require_open(candidate.name, label, error)
+            _require_works(candidate.name, label, error, lambda session: None)
             return Challenge(None, (f"{label} can't be opened here any more: {_words(error)}",))
         with defender:
             try:
                 fault = _fails_today(folder, defender, tree, workload, data)
+            except Fault as error:
+                fault = error.line
             except Exception as error:
+                own = layout.artifact(candidate.name)
+                _require_works(candidate.name, label, error, lambda one: _fails_today(own, one, tree, workload, data))
                 fault = _words(error)
         if fault:
             return Challenge(None, (f"{label} fails today's gates: {fault}",))
@@ -80,14 +85,17 @@ def challenge(tree: Tree, workload: Path, data: Path, candidate: Variant, champi
     return Challenge(gain, (why, stays) if stays else (why,), bool(stays), pairs, conditions)
 
 
-def _require_open(name: str, label: str, error: Exception) -> None:
-    """Raise Fault if the candidate can't be opened now either: that is the machine's state, and no champion falls."""
+def _require_works(name: str, label: str, error: Exception, attempt: Callable[[Session], object]) -> None:
+    """Raise Fault if the candidate can't do now either what the champion can't.
+
+    That is the machine's state then, such as a card without memory left, and no champion falls by it.
+    """
     try:
-        with open_engine(layout.artifact(name)):
-            pass
+        with open_engine(layout.artifact(name)) as session:
+            attempt(session)
     except Exception as other:
         raise Fault(
-            f"neither {label} nor {name} can be opened now",
+            f"neither {label} nor {name} can be opened and run now",
             got=f"{_words(error)}; {_words(other)}",
             expected="a machine with the memory and devices that they need",
             do="see what else runs here, and promote again; the champion stays until then",
@@ -135,4 +143,4 @@ def _fails_today(folder: Path, defender: Session, tree: Tree, workload: Path, da
 
 
 def _words(error: Exception) -> str:
-    return error.line if isinstance(error, Fault) else " ".join(str(error).split())
+    return error.line if isinstance(error, Fault) else " ".join(f"{type(error).__name__}: {error}".split())

@@ -57,13 +57,14 @@ def of_record(timed: Mapping[str, Any], on_gpu: bool = False, reopen_sd: float =
     if energy is None:
         return Cost(energy_reason=timed.get("not_run") or OLDER, on_gpu=on_gpu, **numbers)
     raw, net = (_interval(energy, f"{kind}_mj_per_inference") for kind in ("raw", "net"))
-    raw = _widened(raw, reopen_sd / 2**0.5, confidence) if raw else None
+    if raw:
+        extra = float(ndtri((1 + confidence) / 2)) * reopen_sd / 2**0.5 * raw.value
+        raw, net = _widened(raw, extra), _widened(net, extra) if net else None
     return Cost(raw, net, energy["reason"], energy.get("disturbed"), on_gpu=on_gpu, **numbers)
 
 
-def _widened(found: Interval, sd: float, confidence: float) -> Interval:
-    """The interval with a relative standard deviation added in quadrature."""
-    extra = float(ndtri((1 + confidence) / 2)) * sd * found.value
+def _widened(found: Interval, extra: float) -> Interval:
+    """The interval with another half-width added in quadrature."""
     low, high = math.hypot(found.value - found.low, extra), math.hypot(found.high - found.value, extra)
     return Interval(found.value, found.value - low, found.value + high)
 

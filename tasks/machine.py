@@ -10,7 +10,8 @@ import fcntl
 import os
 import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from filelock import FileLock, Timeout
 from tasks import layout
 from tasks.errors import Fault
 
+WAIT_S = 0.2
 LOCK = Path(os.environ.get("ENGINESMITH_LOCK", f"/tmp/enginesmith-{os.getuid()}.lock"))
 
 
@@ -43,11 +45,21 @@ def only_run() -> Iterator[None]:
 
 
 @contextmanager
-def hold(alone: bool, path: Path = LOCK) -> Iterator[None]:
-    """Hold the lock (flock(2)) for the block; it goes with the process, however that ends."""
-    opened = _opened(path)
+def hold(alone: bool, path: Path = LOCK, waiting: Callable[[], None] | None = None) -> Iterator[None]:
+    """Hold the lock (flock(2)) for the block; it goes with the process, however that ends.
+
+    `waiting` is called every 0.2 s until it is there, and ends that by what it raises.
+    """
+    opened, how = _opened(path), fcntl.LOCK_EX if alone else fcntl.LOCK_SH
     try:
-        fcntl.flock(opened, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        while waiting:
+            with suppress(BlockingIOError):
+                fcntl.flock(opened, how | fcntl.LOCK_NB)
+                break
+            waiting()
+            time.sleep(WAIT_S)
+        else:
+            fcntl.flock(opened, how)
         yield
     finally:
         os.close(opened)

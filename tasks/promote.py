@@ -95,7 +95,7 @@ def promote(tree: Tree, workload: Path, data: Path, here: Target) -> PromoteRepo
         run = runs[candidate.name]
         version = str(earlier.version) if earlier else registry.register(store, name, candidate, run, here)
         _require_unmoved(store, name, alias, champion)
-        if champion:
+        if champion and champion.tags.get("identity") != engine:  # Else it is the one that lost its files.
             store.set_registered_model_alias(name, f"previous-{here.id}", champion.version)
         store.set_registered_model_alias(name, alias, version)
         if champion:
@@ -129,7 +129,8 @@ def rollback(model: str, target_id: str) -> tuple[str, str]:
         )
         if champion and previous and champion.version == previous.version:
             cut = registry.latest(store, model, target_id, ROLLED_BACK)
-            if cut and cut.version != champion.version:
+            made = _time(datetime.fromtimestamp(champion.creation_timestamp / 1e3, UTC))
+            if cut and cut.version != champion.version and cut.tags[ROLLED_BACK] >= made:
                 store.set_registered_model_alias(model, f"previous-{target_id}", cut.version)
                 return str(champion.version), str(cut.version)
         if champion is None or previous is None or champion.version == previous.version:
@@ -141,7 +142,7 @@ def rollback(model: str, target_id: str) -> tuple[str, str]:
                 do="promote twice first",
             )
         _require_usable(previous, target_id)
-        store.set_model_version_tag(model, champion.version, ROLLED_BACK, f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}")
+        store.set_model_version_tag(model, champion.version, ROLLED_BACK, _time(datetime.now(UTC)))
         store.delete_model_version_tag(model, previous.version, ROLLED_BACK)
         store.set_registered_model_alias(model, f"champion-{target_id}", previous.version)
         store.set_registered_model_alias(model, f"previous-{target_id}", champion.version)
@@ -172,6 +173,10 @@ def _require_unmoved(store: MlflowClient, name: str, alias: str, champion: Model
     before, after = (v.version if v else None for v in (champion, now))
     if before != after:
         raise Fault(f"{alias} moved meanwhile", got=f"version {after}", expected=f"version {before}", do="run again")
+
+
+def _time(when: datetime) -> str:
+    return f"{when:%Y-%m-%d %H:%M:%S}"
 
 
 def _require_usable(version: ModelVersion, target_id: str) -> None:

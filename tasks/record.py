@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks import curves, layout, manifest, results, signing, tracking
-from tasks.files import read_json, write_json
+from tasks.files import digest_of, read_json, write_json
 from tasks.params import Tree
 from tasks.record_numbers import Entry, entries, evidence_tags, numbers
 from tasks.target import Target
@@ -55,14 +55,16 @@ def record(tree: Tree, workload: Path, here: Target) -> RecordReport:
     experiment = tracking.experiment(store, name)
     found = entries(tree, [results.restore(v) for v in comparison["variants"]])
     for one in found:
-        results.require_target(one.name, here)
+        if one.variant.speedup:
+            results.require_target(one.name, here)
     earlier = {one.name: _known(store, experiment, one, here) for one in found}
     known = {k: str(run.info.run_id) for k, run in earlier.items() if run}
     winner = comparison["winner"] or "none"
-    if len(known) == len(found) and (last := _last_parent(store, [run for run in earlier.values() if run], winner)):
+    whole = digest_of([winner, sorted([one.name, one.content] for one in found)])
+    if len(known) == len(found) and (last := _parent(store, experiment, whole, here)):
         return RecordReport(name, experiment, last, known, 0, len(known))
     runs: dict[str, str] = {}
-    tags = {**_flow_tags(), "target": here.id, "workload": name, "winner": winner}
+    tags = {**_flow_tags(), "target": here.id, "workload": name, "winner": winner, "comparison": whole}
     with _run(store, experiment, f"optimize {datetime.now(UTC):%Y-%m-%d %H:%M:%S}", tags) as parent:
         store.log_param(parent, "baseline", tree.params.baseline)
         store.set_tag(parent, "reused_runs", ", ".join(f"{k}: {v}" for k, v in sorted(known.items()))[:4000] or "none")
@@ -99,21 +101,11 @@ def _known(store: MlflowClient, experiment: str, one: Entry, here: Target) -> Ru
     return found[0] if found else None
 
 
-def _last_parent(store: MlflowClient, runs: list[Run], winner: str) -> str | None:
-    """The parent of the latest of these runs, None if there is none that was finished and kept, with that winner."""
-    from mlflow.exceptions import MlflowException
-
-    for run in sorted(runs, key=lambda r: -r.info.start_time)[:1]:
-        try:
-            parent = store.get_run(run.data.tags[PARENT])
-        except MlflowException as error:
-            if not tracking.absent(error):
-                raise
-            return None
-        kept = parent.info.status == "FINISHED" and parent.info.lifecycle_stage == "active"
-        if kept and parent.data.tags.get("winner") == winner:
-            return str(parent.info.run_id)
-    return None
+def _parent(store: MlflowClient, experiment: str, whole: str, here: Target) -> str | None:
+    """The latest finished parent of a comparison with the same winner and the same variants."""
+    query = f"tags.comparison = '{whole}' and tags.target = '{here.id}' and attributes.status = 'FINISHED'"
+    found = store.search_runs([experiment], query, max_results=1, order_by=["attributes.start_time DESC"])
+    return str(found[0].info.run_id) if found else None
 
 
 def _log(store: MlflowClient, experiment: str, parent: str, one: Entry, tree: Tree, here: Target) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -53,9 +54,9 @@ def version_of(store: MlflowClient, model: str, target_id: str, engine: str) -> 
 
 
 def latest(store: MlflowClient, model: str, target_id: str, tag: str) -> ModelVersion | None:
-    """The latest version of a target that has a tag."""
+    """The version of a target whose tag, a time, is the latest."""
     found = store.search_model_versions(f"name = '{model}' and tags.target = '{target_id}'")
-    return max((v for v in found if tag in v.tags), key=lambda v: int(v.version), default=None)
+    return max((v for v in found if tag in v.tags), key=lambda v: str(v.tags[tag]), default=None)
 
 
 def engine_of(tree: Tree, version: ModelVersion) -> str | None:
@@ -122,6 +123,9 @@ def download(version: ModelVersion, folder: Path) -> Path:
         raise _lost(version, str(error)) from None
     except (MlflowException, OSError) as error:
         if isinstance(error, MlflowException) and not tracking.absent(error):
+            raise
+        # MLflow raises one without a number for what isn't there; a full disk is another matter.
+        if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT, errno.ENOTDIR):
             raise
         raise _lost(version, str(error)) from None
     found = sorted((Path(local) / "artifacts").rglob(manifest.FILE))

@@ -63,8 +63,9 @@ def paired_change(scores: np.ndarray, baseline: np.ndarray, confidence: float) -
 def paired_statistic(scores: np.ndarray, baseline: np.ndarray) -> tuple[float, float]:
     """The centre of the mean change of paired scores, both [n], and its standard error, as `paired_change` takes them.
 
-    Both are those of Agresti and Min: of the differences and a gained and a lost one added, each of weight 1/2. The
-    error of binary scores is a normal law's; else Student's, of n - 1, which a single sample hasn't: Fault.
+    Both are those of Agresti and Min: of the differences and two more, of which a gained and a lost one weigh 1/2 each
+    and an unchanged one 1. The error of binary scores is a normal law's; else Student's, of n - 1, which a single
+    sample hasn't: Fault.
     """
     if scores.shape != baseline.shape:
         raise ValueError(f"paired scores of {scores.shape} and {baseline.shape} samples")

@@ -115,7 +115,7 @@ def sweep(
         stack.enter_context(flags(described))
         pools = {batch: make_pool(inputs, batch, 2 * last_level_cache_bytes()) for batch in batches}
         cells = [Cell(b, s, pools[b]) for s in streams if s <= len(sessions) for b in batches]
-        sure = 1 - (1 - params.confidence) / len({cell.streams for cell in cells})
+        sure = 1 - (1 - params.confidence) / max(1, len({cell.streams for cell in cells}))
         interrupted = _rounds(cells, sessions, described.threads, params, watch, tell, rounds, calls_of(rounds, sure))
         conditions = watch.conditions()
     points = [_point(cell, params, sure) for cell in cells if len(cell.rates) > 1]

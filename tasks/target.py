@@ -142,7 +142,10 @@ def _gpu() -> dict[str, str] | None:
     except Exception:
         return None
     try:
-        handle = first_gpu(pynvml)
+        try:
+            handle = first_gpu(pynvml)
+        except pynvml.NVMLError:  # Such as a UUID that is shortened, which CUDA takes.
+            handle = pynvml.nvmlDeviceGetHandleByIndex(0)
         major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
         return {
             "name": _text(pynvml.nvmlDeviceGetName(handle)),
@@ -156,7 +159,7 @@ def _gpu() -> dict[str, str] | None:
 
 
 def first_gpu(nvml: Any) -> Any:
-    """The first GPU that CUDA sees, as CUDA_VISIBLE_DEVICES says: an index, in NVML's order, or a UUID."""
+    """The GPU that CUDA_VISIBLE_DEVICES names first, by index, in NVML's order, or UUID; else the first of all."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
     if first.startswith(("GPU-", "MIG-")):
         return nvml.nvmlDeviceGetHandleByUUID(first)

@@ -76,22 +76,22 @@ def experiment(store: MlflowClient, name: str) -> str:
     return str(found.experiment_id)
 
 
-def require_unmoved() -> None:
-    """Raise Fault if the project's own store was made in another folder.
+def require_unmoved(name: str) -> None:
+    """Raise Fault if the project's own store keeps an experiment's artifacts in another folder.
 
     Reads the file without MLflow, whose import takes longer than all else that is done before a run.
     """
     if not EMBEDDED.is_file():
         return
     with suppress(sqlite3.Error), closing(sqlite3.connect(f"file:{EMBEDDED}?mode=ro", uri=True)) as store:
-        query = "SELECT artifact_location FROM experiments WHERE name != 'Default'"
-        for (location,) in store.execute(query).fetchall():
+        query = "SELECT artifact_location FROM experiments WHERE name = ?"
+        for (location,) in store.execute(query, (name,)).fetchall():
             _require_here(location)
 
 
 def _require_here(location: str) -> None:
-    here = ARTIFACTS.resolve().as_uri()
-    if uri() == f"sqlite:///{EMBEDDED.resolve()}" and location != here:
+    here = (Path.cwd() / ARTIFACTS).as_uri()
+    if uri() == f"sqlite:///{EMBEDDED.resolve()}" and location not in (here, ARTIFACTS.resolve().as_uri()):
         raise Fault(
             "this folder was moved or copied: its MLflow store keeps artifacts elsewhere",
             got=location,

@@ -196,6 +196,8 @@ def test_a_stage_that_can_not_be_kept_spoils_what_it_makes_stale(
 def test_settings_that_change_during_a_run_end_in_no_verdict(driver, copy: Path, edit) -> None:
     run = driver(stop_before="compare")
     before = layout.COMPARISON.read_bytes()
+    layout.PARAMS.write_text("# Another comment.\n" + layout.PARAMS.read_text())
+    run._require_same_settings()
     edit(copy, lambda p: p["train"]["base"].update(epochs=9))
     run.forced = frozenset(["compare"])
     ended = run.stage("compare")

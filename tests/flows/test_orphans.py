@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from flows.orphans import end_orphans
@@ -37,3 +39,20 @@ def test_the_server_of_a_run_that_lives_is_left(tmp_path: Path, monkeypatch: pyt
         assert server.poll() is None
     finally:
         server.kill()
+
+
+def test_the_server_of_a_run_that_was_killed_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
+    sleeps = "import time; time.sleep(600)"
+    starts = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {sleeps!r}]).pid)"
+    environment = {**os.environ, "PREFECT__SERVER_EPHEMERAL": "1"}
+    told = subprocess.run(
+        [sys.executable, "-c", starts], env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
+    server = psutil.Process(int(told.stdout))
+    try:
+        assert end_orphans() == 1
+        assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
+    finally:
+        with contextlib.suppress(psutil.Error):
+            server.kill()

@@ -96,8 +96,10 @@ def test_a_cost_survives_json() -> None:
 
 def test_energy_allows_for_another_opening() -> None:
     metered = {"value": 100.0, "low": 99.0, "high": 101.0}
-    energy = {"raw_mj_per_inference": metered, "net_mj_per_inference": None, "reason": None}
-    plain, allowed = (costs.of_record({"energy": energy}, True, sd).energy_mj for sd in (0.0, 0.034))
+    energy = {"raw_mj_per_inference": metered, "net_mj_per_inference": {"value": 50.0, "low": 49.0, "high": 51.0}}
+    found = [costs.of_record({"energy": {**energy, "reason": None}}, True, sd) for sd in (0.0, 0.034)]
+    plain, allowed = (cost.energy_mj for cost in found)
     assert (plain.low, plain.high) == (99.0, 101.0)
+    assert found[1].energy_net_mj.high - 50 == pytest.approx(allowed.high - 100)
     assert allowed.value == 100
     assert allowed.high - 100 == pytest.approx((1 + (1.96 * 3.4 / 2**0.5) ** 2) ** 0.5, rel=1e-3)

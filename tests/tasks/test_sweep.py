@@ -257,7 +257,7 @@ def test_the_command_refuses(
 
 def test_the_limit_is_judged_at_a_share_of_the_error_for_each_number_of_streams() -> None:
     rng = np.random.default_rng(0)
-    windows = [rng.gamma(4.0, 0.5, sweep.calls_of(5, 0.95)) for _ in range(5)]
+    windows = [rng.gamma(4.0, 0.5, sweep.calls_of(5, 1 - 0.05 / 4)) for _ in range(5)]
     cell = sweep.Cell(4, 1, [], windows=windows, rates=[10.0, 11.0])
     alone = sweep._point(cell, BenchmarkParams(max_latency_ms=9.0), 0.95).bounds["p90"]
     limit = alone.high + 1e-9

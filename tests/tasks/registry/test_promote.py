@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -285,9 +286,37 @@ def test_a_machine_on_which_neither_opens_leaves_the_champion(recorded: Any, mon
 
     recorded.promote("wide-ort")
     monkeypatch.setattr(challenge, "open_engine", full)
-    with pytest.raises(Fault, match=r"neither champion version 1 .* nor thin-ort can be opened now") as caught:
+    with pytest.raises(Fault, match=r"neither champion version 1 .* nor thin-ort can be opened and run now") as caught:
         recorded.promote("thin-ort")
     assert "no memory left on this card" in str(caught.value)
+    assert recorded.aliases() == {"champion": "1"}
+
+
+def test_a_champion_that_breaks_where_the_winner_works_does_not_defend_its_place(
+    recorded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = challenge._fails_today
+
+    def breaks(folder: Path, *given: Any) -> Any:
+        if folder.name == "engine" or folder.name == "wide-ort":
+            raise RuntimeError
+        return whole(folder, *given)
+
+    recorded.promote("wide-ort")
+    monkeypatch.setattr(challenge, "_fails_today", breaks)
+    report = recorded.promote("thin-ort")
+    assert "fails today's gates: RuntimeError" in report.reasons[0]
+    assert (report.version, report.promoted) == ("2", "thin-ort")
+
+
+def test_a_full_disk_is_no_reason_to_call_a_version_lost(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    recorded.promote("thin-ort")
+    monkeypatch.setattr("mlflow.artifacts.download_artifacts", full)
+    with pytest.raises(OSError, match="No space left"):
+        recorded.promote("thin-ort")
     assert recorded.aliases() == {"champion": "1"}
 
 

@@ -164,6 +164,9 @@ def test_another_winner_of_the_same_numbers_is_a_comparison_of_its_own(place: An
     assert (second.logged, second.reused) == (0, 3)
     assert second.parent_run_id != first.parent_run_id
     assert place.store.get_run(second.parent_run_id).data.tags["winner"] == "wide-ort"
+    assert place.record().parent_run_id == second.parent_run_id
+    place.change(layout.COMPARISON, winner="thin-ort")
+    assert place.record().parent_run_id == first.parent_run_id
 
 
 def test_another_judged_interval_is_logged_anew(place: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import sqlite3
@@ -131,4 +132,20 @@ def test_a_store_of_another_folder_is_refused(place: Any, tmp_path: Path, monkey
     with pytest.raises(Fault, match="was moved or copied") as caught:
         tracking.experiment(tracking.client(), "tiny")
     assert place.root.as_uri() in str(caught.value)
+    with pytest.raises(Fault, match="was moved or copied"):
+        tracking.require_unmoved("tiny")
     assert not place.root.exists()
+
+
+def test_an_experiment_of_a_users_own_may_be_anywhere(place: Any, tmp_path: Path) -> None:
+    place.record()
+    place.store.create_experiment("mine", artifact_location=(tmp_path / "mine").as_uri())
+    tracking.require_unmoved("tiny")
+
+
+def test_artifacts_may_lie_on_another_disk(place: Any, tmp_path: Path) -> None:
+    place.record()
+    shutil.move("mlartifacts", tmp_path / "disk")
+    Path("mlartifacts").symlink_to(tmp_path / "disk")
+    tracking.require_unmoved("tiny")
+    assert tracking.experiment(place.store, "tiny")
