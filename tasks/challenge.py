@@ -19,7 +19,7 @@ from tasks.monitor import Conditions
 from tasks.params import Tree
 from tasks.reopening import all_openings
 from tasks.results import Variant
-from tasks.scatter import allowance
+from tasks.scatter import in_series
 from tasks.settings import BenchmarkParams
 from tasks.stats import Interval, mean_score, paired_change
 from tasks.timing import Opening, logs, over, spoilt, too_few
@@ -75,7 +75,8 @@ def challenge(tree: Tree, workload: Path, data: Path, candidate: Variant, champi
     params, told = tree.params.benchmark, results.reopened(tree).get(tree.params.benchmark.batch)
     # A champion that isn't of this tree has no record, whatever its name.
     both = [candidate.name, registry.engine_of(tree, champion) or ""]
-    allowed = allowance(told, both, params.confidence, logs=logs(pairs))
+    ratios = logs(pairs)
+    allowed = in_series(told, both, ratios, {candidate.name: ratios}, both[:1], params.confidence)
     gain = over(pairs, params.confidence, 1, params.reopen_sd, allowed)
     unusable = spoilt(pairs) or too_few([one.timing for one in pairs], params.confidence)
     why = f"{candidate.name} side by side with {label}: {gates.shown('speedup', gain)} of its speed"

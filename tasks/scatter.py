@@ -83,21 +83,30 @@ def of_run(records: Mapping[str, Mapping[str, Any]]) -> dict[int, Scatter]:
     }
 
 
-def allowance(
-    found: Scatter | None, names: Iterable[str], confidence: float, family: int = 1, logs: Sequence[float] = ()
-) -> float:
-    """See `Scatter.allowance`; 0 where nothing was found.
+def allowance(found: Scatter | None, names: Iterable[str], confidence: float, family: int = 1) -> float:
+    """See `Scatter.allowance`; 0 where nothing was found."""
+    return found.allowance(names, confidence, family) if found else 0.0
 
-    `logs` are of the ratio that is judged, in each opening of a series of its own, if it has one: an hour may be more
-    restless than the one of the record. Where they scatter by more than that explains, or nothing was recorded, it is
-    their own deviation, by Student's t.
+
+def in_series(
+    found: Scatter | None,
+    names: Sequence[str],
+    logs: Sequence[float],
+    series: Mapping[str, Sequence[float]],
+    of: Sequence[str],
+    confidence: float,
+    family: int = 1,
+) -> float:
+    """The allowance for a ratio that has a series of openings of its own, whose hour may be another than the record's.
+
+    Its logarithms are `logs`, one an opening. Where they scatter by more than the record of `names` explains, or
+    nothing was recorded, it is what the series itself tells of its engines `of`, if that is more: `series` holds the
+    logarithms of the ratios of its engines to one of them.
     """
-    names = list(names)
-    recorded = found.allowance(names, confidence, family) if found else 0.0
+    recorded = allowance(found, names, confidence, family)
     if len(logs) < 2 or (found and found.explains(names, logs)):
         return recorded
-    sure = 1 - (1 - confidence) / family / 2
-    return max(recorded, float(np.std(logs, ddof=1) * stdtrit(len(logs) - 1, sure) / ndtri(sure)))
+    return max(recorded, _scatter(series, None).allowance(of, confidence, family))
 
 
 def moderated(variances: Sequence[float], free: Sequence[int]) -> tuple[list[float], float]:

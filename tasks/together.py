@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tasks.scatter import Scatter, allowance
+from tasks.scatter import Scatter, in_series
 from tasks.stats import Interval
 from tasks.timing import Opening, Timing, logs, over, unusable
 
@@ -18,7 +18,7 @@ AS_FAST = 1.05
 class Together:
     """The timings by name of each opening, if any; speed-ups hold with `confidence` for all pairs together.
 
-    They allow for `reopen_sd`, or for what the two engines' openings scatter by (`scatter.allowance`) if that is more.
+    They allow for `reopen_sd`, or for what the two engines' openings scatter by (`scatter.in_series`) if that is more.
     """
 
     openings: Sequence[Mapping[str, Timing]] = ()
@@ -46,9 +46,16 @@ class Together:
 
     def gain(self, name: str, versus: str) -> Interval:
         """How many times faster one is than another."""
-        pair = [Opening.of(timings, name, versus) for timings in self.openings]
-        allowed = allowance(self.scatter, [name, versus], self.confidence, self.family, logs(pair))
+        pair = self._pair(name, versus)
+        first, *others = self.openings[0]
+        series = {other: logs(self._pair(other, first)) for other in others}
+        both = [name, versus]
+        of = [engine for engine in both if engine != first]
+        allowed = in_series(self.scatter, both, logs(pair), series, of, self.confidence, self.family)
         return over(pair, self.confidence, self.family, self.reopen_sd, allowed)
+
+    def _pair(self, name: str, versus: str) -> list[Opening]:
+        return [Opening.of(timings, name, versus) for timings in self.openings]
 
     def typical_ms(self, name: str) -> float:
         """The geometric mean over the openings of the median round's median."""

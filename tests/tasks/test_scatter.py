@@ -182,13 +182,20 @@ def test_a_few_openings_count_for_more_than_their_spread_says() -> None:
 RECORDED = scatter.Scatter({"a": 0.01, "b": 0.01}, 6.0, 0.01, 20, None)
 
 
+def allowed(
+    logs: list[float], found: scatter.Scatter | None = RECORDED, more: dict[str, list[float]] | None = None
+) -> float:
+    """What is allowed of b over a, in a series of these two, or of more."""
+    return scatter.in_series(found, ["a", "b"], logs, {"b": logs, **(more or {})}, ["b"], 0.95)
+
+
 def false_verdicts(hour: float, own: bool, trials: int = 4000) -> float:
     """The share of equal pairs of which three openings call one faster, in an hour with such a deviation of ratios."""
     rng, found = np.random.default_rng(3), 0
     for _ in range(trials):
         logs = list(rng.normal(0, hour, 3))
-        allowed = scatter.allowance(RECORDED, ["a", "b"], 0.95, 1, logs if own else ())
-        found += np.mean(logs) > 1.96 * allowed / 3**0.5
+        sd = allowed(logs) if own else scatter.allowance(RECORDED, ["a", "b"], 0.95)
+        found += np.mean(logs) > 1.96 * sd / 3**0.5
     return found / trials
 
 
@@ -199,15 +206,21 @@ def test_a_series_in_a_restless_hour_is_judged_by_its_own_openings() -> None:
 
 def test_a_series_as_its_record_says_is_judged_by_that() -> None:
     recorded = scatter.allowance(RECORDED, ["a", "b"], 0.95)
-    assert scatter.allowance(RECORDED, ["a", "b"], 0.95, 1, [0.01, -0.01, 0.0]) == recorded
-    assert scatter.allowance(RECORDED, ["a", "b"], 0.95, 1, [0.1]) == recorded
-    assert scatter.allowance(RECORDED, ["a", "b"], 0.95, 1, [0.1, -0.1, 0.0]) > 5 * recorded
+    assert allowed([0.01, -0.01, 0.0]) == recorded
+    assert allowed([0.1, -0.1, 0.0]) > 5 * recorded
 
 
 def test_without_a_record_the_own_openings_count() -> None:
-    assert scatter.allowance(None, ["a"], 0.95) == 0
-    logs = [0.1, -0.1, 0.0]
-    assert scatter.allowance(None, ["a"], 0.95, 1, logs) == pytest.approx(0.1 * 4.303 / 1.96, rel=1e-3)
+    assert allowed([0.1, -0.1, 0.0], None) == pytest.approx(0.1 * 4.303 / 1.96, rel=1e-3)
+
+
+def test_others_of_a_series_tell_of_its_hour_too() -> None:
+    """Two differences alone leave a factor of 4.3 at 95 %, and of 24 for one of fifteen pairs."""
+    logs, others = [0.1, -0.1, 0.0], {f"c{i}": [0.1, 0.0, -0.1] for i in range(4)}
+    assert allowed(logs, more=others) < 0.7 * allowed(logs)
+    many = scatter.in_series(RECORDED, ["a", "b"], logs, {"b": logs, **others}, ["b"], 0.95, 15)
+    alone = scatter.in_series(RECORDED, ["a", "b"], logs, {"b": logs}, ["b"], 0.95, 15)
+    assert many < 0.3 * alone
 
 
 def test_two_openings_moderate_less_than_three() -> None:
