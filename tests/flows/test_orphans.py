@@ -44,7 +44,10 @@ def test_the_server_of_a_run_that_lives_is_left(tmp_path: Path, monkeypatch: pyt
 def test_the_server_of_a_run_that_was_killed_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
     sleeps = "import time; time.sleep(600)"
-    starts = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {sleeps!r}], stdout=subprocess.DEVNULL).pid)"
+    starts = f"""
+import subprocess, sys
+print(subprocess.Popen([sys.executable, "-c", {sleeps!r}], stdout=subprocess.DEVNULL).pid)
+"""
     environment = {**os.environ, "PREFECT__SERVER_EPHEMERAL": "1"}
     told = subprocess.run(
         [sys.executable, "-c", starts], env=environment, stdout=subprocess.PIPE, text=True, check=True
