@@ -15,7 +15,7 @@ from flows.dag import Dag, Stage
 from flows.machine import Machine
 from flows.progress import Progress, log_name
 from tasks import layout, params
-from tasks.errors import Fault
+from tasks.errors import Fault, in_words
 from tasks.files import write_json
 from tasks.target import cores
 
@@ -64,7 +64,7 @@ class Driver:
             except Stopped:
                 return Ended(name, "skipped", "the run was stopped")
             except Exception as error:
-                reason = _words(error)
+                reason = in_words(error)
                 self._spoil(name, reason)
                 found = Ended(name, "failed", reason)
             return self._finish(found)
@@ -108,7 +108,7 @@ class Driver:
                 self.dag.commit(stage.name, began)
                 return Ended(stage.name, "done"), outcome.seconds
             except Exception as error:  # A full disk, for one.
-                reason = _words(error)
+                reason = in_words(error)
                 with suppress(Exception):
                     self.dag.discard(stage.name)
         self._spoil(stage.name, reason)
@@ -147,10 +147,6 @@ class Driver:
             self.ended[ended.stage] = ended
         self.progress.ended(ended.stage, ended.how, seconds, ended.reason or "")
         return ended
-
-
-def _words(error: Exception) -> str:
-    return error.line if isinstance(error, Fault) else " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def threads(stage: str, tree: params.Tree) -> int | None:

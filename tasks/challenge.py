@@ -13,7 +13,7 @@ import numpy as np
 from tasks import evaluate, gates, layout, manifest, registry, results
 from tasks.data import read
 from tasks.engines.protocol import Session, open_engine
-from tasks.errors import Fault
+from tasks.errors import Fault, in_words
 from tasks.files import size_bytes
 from tasks.monitor import Conditions
 from tasks.params import Tree
@@ -59,7 +59,7 @@ def challenge(tree: Tree, workload: Path, data: Path, candidate: Variant, champi
             defender = open_engine(folder)
         except Exception as error:  # a backend may raise anything
             _require_works(candidate.name, label, error, lambda session: None)
-            return Challenge(None, (f"{label} can't be opened here any more: {_words(error)}",))
+            return Challenge(None, (f"{label} can't be opened here any more: {in_words(error)}",))
         with defender:
             try:
                 fault = _fails_today(folder, defender, tree, workload, data)
@@ -68,7 +68,7 @@ def challenge(tree: Tree, workload: Path, data: Path, candidate: Variant, champi
             except Exception as error:
                 own = layout.artifact(candidate.name)
                 _require_works(candidate.name, label, error, lambda one: _fails_today(own, one, tree, workload, data))
-                fault = _words(error)
+                fault = in_words(error)
         if fault:
             return Challenge(None, (f"{label} fails today's gates: {fault}",))
         pairs, conditions = _side_by_side(layout.artifact(candidate.name), folder, data, tree.params.benchmark)
@@ -76,7 +76,7 @@ def challenge(tree: Tree, workload: Path, data: Path, candidate: Variant, champi
     # A champion that isn't of this tree has no record, whatever its name.
     both = [candidate.name, registry.engine_of(tree, champion) or ""]
     ratios = logs(pairs)
-    allowed = in_series(told, both, ratios, {candidate.name: ratios}, both[:1], params.confidence)
+    allowed = in_series(told, both, ratios, {candidate.name: ratios}, params.confidence)
     gain = over(pairs, params.confidence, 1, params.reopen_sd, allowed)
     unusable = spoilt(pairs) or too_few([one.timing for one in pairs], params.confidence)
     why = f"{candidate.name} side by side with {label}: {gates.shown('speedup', gain)} of its speed"
@@ -97,7 +97,7 @@ def _require_works(name: str, label: str, error: Exception, attempt: Callable[[S
     except Exception as other:
         raise Fault(
             f"neither {label} nor {name} can be opened and run now",
-            got=f"{_words(error)}; {_words(other)}",
+            got=f"{in_words(error)}; {in_words(other)}",
             expected="a machine with the memory and devices that they need",
             do="see what else runs here, and promote again; the champion stays until then",
         ) from None
@@ -141,7 +141,3 @@ def _fails_today(folder: Path, defender: Session, tree: Tree, workload: Path, da
         size_bytes={"engine": size_bytes(folder / described.engine_file)},
     )
     return "; ".join(gates.failures(today, params.gates, DEFENDED)) or None
-
-
-def _words(error: Exception) -> str:
-    return error.line if isinstance(error, Fault) else " ".join(f"{type(error).__name__}: {error}".split())

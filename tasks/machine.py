@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from tasks import layout
 from tasks.errors import Fault
 
@@ -27,6 +25,8 @@ LOCK = Path(os.environ.get("ENGINESMITH_LOCK", f"/tmp/enginesmith-{os.getuid()}.
 @contextmanager
 def only_run() -> Iterator[None]:
     """Hold the project's run lock; Fault if another run is at work in this folder."""
+    from filelock import FileLock, Timeout
+
     layout.STATE.mkdir(exist_ok=True)
     lock = FileLock(layout.STATE / "run.lock")
     try:

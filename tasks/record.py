@@ -97,15 +97,19 @@ def _known(store: MlflowClient, experiment: str, one: Entry, here: Target) -> Ru
     """The latest run that holds all of an entry: `content` is the last that is logged."""
     closed = "attributes.status != 'RUNNING' and attributes.status != 'KILLED'"
     query = f"tags.content = '{one.content}' and tags.target = '{here.id}' and {closed}"
-    found = store.search_runs([experiment], query, max_results=1, order_by=["attributes.start_time DESC"])
-    return found[0] if found else None
+    return _latest(store, experiment, query)
 
 
 def _parent(store: MlflowClient, experiment: str, whole: str, here: Target) -> str | None:
     """The latest finished parent of a comparison with the same winner and the same variants."""
     query = f"tags.comparison = '{whole}' and tags.target = '{here.id}' and attributes.status = 'FINISHED'"
+    found = _latest(store, experiment, query)
+    return str(found.info.run_id) if found else None
+
+
+def _latest(store: MlflowClient, experiment: str, query: str) -> Run | None:
     found = store.search_runs([experiment], query, max_results=1, order_by=["attributes.start_time DESC"])
-    return str(found[0].info.run_id) if found else None
+    return found[0] if found else None
 
 
 def _log(store: MlflowClient, experiment: str, parent: str, one: Entry, tree: Tree, here: Target) -> str:

@@ -93,20 +93,20 @@ def in_series(
     names: Sequence[str],
     logs: Sequence[float],
     series: Mapping[str, Sequence[float]],
-    of: Sequence[str],
     confidence: float,
     family: int = 1,
 ) -> float:
     """The allowance for a ratio that has a series of openings of its own, whose hour may be another than the record's.
 
     Its logarithms are `logs`, one an opening. Where they scatter by more than the record of `names` explains, or
-    nothing was recorded, it is what the series itself tells of its engines `of`, if that is more: `series` holds the
-    logarithms of the ratios of its engines to one of them.
+    nothing was recorded, it is what the series itself tells of these names, if that is more: `series` holds the
+    logarithms of the ratios of its engines to one of them, which is not in it.
     """
     recorded = allowance(found, names, confidence, family)
     if len(logs) < 2 or (found and found.explains(names, logs)):
         return recorded
-    return max(recorded, _scatter(series, None).allowance(of, confidence, family))
+    told = [name for name in names if name in series]
+    return max(recorded, _scatter(series, None).allowance(told, confidence, family))
 
 
 def moderated(variances: Sequence[float], free: Sequence[int]) -> tuple[list[float], float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -47,12 +48,14 @@ class Together:
     def gain(self, name: str, versus: str) -> Interval:
         """How many times faster one is than another."""
         pair = self._pair(name, versus)
-        first, *others = self.openings[0]
-        series = {other: logs(self._pair(other, first)) for other in others}
-        both = [name, versus]
-        of = [engine for engine in both if engine != first]
-        allowed = in_series(self.scatter, both, logs(pair), series, of, self.confidence, self.family)
+        allowed = in_series(self.scatter, [name, versus], logs(pair), self._series, self.confidence, self.family)
         return over(pair, self.confidence, self.family, self.reopen_sd, allowed)
+
+    @cached_property
+    def _series(self) -> dict[str, list[float]]:
+        """By engine, the logarithms of its speed-up over the first, in each opening."""
+        first, *others = self.openings[0]
+        return {other: logs(self._pair(other, first)) for other in others}
 
     def _pair(self, name: str, versus: str) -> list[Opening]:
         return [Opening.of(timings, name, versus) for timings in self.openings]

@@ -13,7 +13,6 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from scipy.ndimage import affine_transform
 
 from tasks.errors import Fault
 
@@ -68,6 +67,8 @@ def warp(images: np.ndarray, angle: np.ndarray, scale: np.ndarray, shift: np.nda
     (x, y), in halves of their width and height. Matrices and offsets are rounded to 2⁻¹⁰: so positions, weights and
     sums are exact, whatever a CPU's last bit of a sine is or its fused products give.
     """
+    from scipy.ndimage import affine_transform
+
     cos, sin = np.cos(angle) * scale, np.sin(angle) * scale
     turns = grained(np.stack([cos, sin, -sin, cos], 1).reshape(-1, 2, 2))
     size = np.array(images.shape[1:])

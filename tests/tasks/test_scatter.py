@@ -186,7 +186,7 @@ def allowed(
     logs: list[float], found: scatter.Scatter | None = RECORDED, more: dict[str, list[float]] | None = None
 ) -> float:
     """What is allowed of b over a, in a series of these two, or of more."""
-    return scatter.in_series(found, ["a", "b"], logs, {"b": logs, **(more or {})}, ["b"], 0.95)
+    return scatter.in_series(found, ["a", "b"], logs, {"b": logs, **(more or {})}, 0.95)
 
 
 def false_verdicts(hour: float, own: bool, trials: int = 4000) -> float:
@@ -218,8 +218,8 @@ def test_others_of_a_series_tell_of_its_hour_too() -> None:
     """Two differences alone leave a factor of 4.3 at 95 %, and of 24 for one of fifteen pairs."""
     logs, others = [0.1, -0.1, 0.0], {f"c{i}": [0.1, 0.0, -0.1] for i in range(4)}
     assert allowed(logs, more=others) < 0.7 * allowed(logs)
-    many = scatter.in_series(RECORDED, ["a", "b"], logs, {"b": logs, **others}, ["b"], 0.95, 15)
-    alone = scatter.in_series(RECORDED, ["a", "b"], logs, {"b": logs}, ["b"], 0.95, 15)
+    many = scatter.in_series(RECORDED, ["a", "b"], logs, {"b": logs, **others}, 0.95, 15)
+    alone = scatter.in_series(RECORDED, ["a", "b"], logs, {"b": logs}, 0.95, 15)
     assert many < 0.3 * alone
 
 

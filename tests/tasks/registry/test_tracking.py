@@ -141,6 +141,8 @@ def test_an_experiment_of_a_users_own_may_be_anywhere(place: Any, tmp_path: Path
     place.record()
     place.store.create_experiment("mine", artifact_location=(tmp_path / "mine").as_uri())
     tracking.require_unmoved("tiny")
+    with pytest.raises(Fault, match="was moved or copied"):
+        tracking.require_unmoved("mine")
 
 
 def test_artifacts_may_lie_on_another_disk(place: Any, tmp_path: Path) -> None:
