@@ -109,6 +109,28 @@ def test_the_line_runs_skips_what_is_done_and_tells_what_failed(
     assert changed == {stage for stage in ended if "@" in stage and "benchmark" not in stage}
 
 
+def test_no_benchmark_begins_after_the_time_and_what_was_measured_is_judged(
+    project: Path, command: Run, edit: Callable[..., None]
+) -> None:
+    def two(raw: dict[str, Any]) -> None:
+        shorten(raw)
+        del raw["prune"], raw["build"]["stuck-eager"]
+        raw["build"]["base-again"] = {"from": "base", "backend": "eager", "max_batch": 60}
+
+    edit(project, two)
+    line = ("python", "infra/gpu/line", ".", "--jobs", "2", "--unrecorded", "--out", "out")
+    done = command(project, *line, "--minutes", "0.001")
+    assert done.returncode == 0, done.stderr
+    assert "not measured, for want of time: benchmark@base-again; the command goes on" in done.stdout
+    judged = {v["name"]: v for v in json.loads((project / "out/summary.json").read_text())["variants"]}
+    assert judged["base-eager"]["speedup"] and "no result of benchmark" in judged["base-again"]["reasons"][0]
+    done = command(project, *line)
+    assert done.returncode == 0, done.stderr
+    assert "benchmark@base-again" in done.stdout and "benchmark@base-eager" not in done.stdout
+    judged = {v["name"]: v for v in json.loads((project / "out/summary.json").read_text())["variants"]}
+    assert judged["base-again"]["speedup"]
+
+
 def test_ctrl_c_ends_what_runs_starts_nothing_more_and_keeps_what_was_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
