@@ -67,6 +67,12 @@ class Grid:
             return np.clip(np.round(values / (top / 127)), -127, 127) * (top / 127)
         return e4m3(values / (top / 448)) * (top / 448)
 
+    def levels(self, bins: int, whole: int) -> np.ndarray:
+        """The level [bins] of each of as many equal bins from 0 to the end of the range; integers have `whole`."""
+        if self.kind != "fp8":
+            return np.arange(bins) * whole // bins
+        return np.unique(e4m3((np.arange(bins) + 0.5) / bins * 448), return_inverse=True)[1]
+
 
 def e4m3(values: np.ndarray) -> np.ndarray:
     """The nearest numbers of FP8 E4M3 (Micikevicius et al. 2022, arXiv:2209.05433): 3 bits of fraction, at most 448."""
@@ -137,7 +143,10 @@ def _percentile(values: Values, grid: Grid, percentile: float) -> Range:
 
 
 def _entropy(values: Values, grid: Grid) -> Range:
-    """Thresholds on the magnitude, in steps of 1/256 of the largest; values of one sign have all 256 levels."""
+    """Thresholds on the magnitude, in steps of 1/256 of the largest; values of one sign have all 256 levels.
+
+    FP8 has those of its own grid, which are the closer, the smaller the values are.
+    """
     counts = _magnitudes(values).astype(np.float64)
     counts[0] = counts[1]  # Zeros, such as a ReLU's, are exact at any threshold.
     # A bin of a few values says nothing of the distribution: at least 32 on average, but never fewer bins than 512.
@@ -146,24 +155,23 @@ def _entropy(values: Values, grid: Grid) -> Range:
     one_sided = not grid.symmetric and (values.low >= 0 or values.high <= 0)
     levels = 256 if one_sided else 128
     stops = range(levels, len(counts) + 1, max(1, STRIDE // merge))
-    best = min(stops, key=lambda stop: divergence(counts, stop, levels))
+    best = min(stops, key=lambda stop: divergence(counts, grid.levels(stop, levels)))
     top = best * values.largest / len(counts)
     return -top, top
 
 
-def divergence(counts: np.ndarray, stop: int, levels: int) -> float:
-    """KL divergence of counts [n], cut off at bin `stop` into its last bin, from the same in `levels` levels.
+def divergence(counts: np.ndarray, level: np.ndarray) -> float:
+    """KL divergence of counts [n], cut off where `level` [m] ends, the rest in the last bin, from the same in levels.
 
-    A level's mass is spread evenly over those of its bins that hold values. A bin that the levels leave
-    empty, though it holds what was cut off, counts as one of the smallest mass.
+    `level` is each bin's, from 0 on. A level's mass is spread evenly over those of its bins that hold values. A bin
+    that the levels leave empty, though it holds what was cut off, counts as one of the smallest mass.
     """
-    kept = counts[:stop]
+    kept = counts[: len(level)]
     whole = kept.copy()
-    whole[-1] += counts[stop:].sum()
-    level = np.arange(stop) * levels // stop
+    whole[-1] += counts[len(level) :].sum()
     held = whole > 0
-    mass = np.bincount(level, kept, levels)
-    bins = np.bincount(level, held, levels)
+    mass = np.bincount(level, kept)
+    bins = np.bincount(level, held)
     spread = np.where(held, (mass / np.maximum(bins, 1))[level], 0.0)
     p, q = whole[held] / whole.sum(), spread[held]
     q = np.maximum(q / max(q.sum(), 1e-30), 1e-10)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from tasks.check_quantize import calibration_faults, metric_faults
+from tasks.check_quantize import build_faults, calibration_faults, metric_faults
 from tasks.check_tree import artifacts, hint, tree_faults
 from tasks.errors import Fault
 from tasks.settings import (
@@ -77,8 +77,12 @@ def _meaning_faults(raw: dict[str, Any], models: bool) -> list[str]:
             "ONNX files: leave it out"
             for key in useless
         ]
+    quantised = dict(_valid(raw, "quantize", QuantizeParams))
+    found += _twice_quantised(raw, quantised)
     for name, build in _valid(raw, "build", BuildParams):
         found += _unused_faults(name, build)
+        if build.parent in quantised:
+            found += build_faults(name, build, quantised[build.parent])
         found += [
             f"build.{name}.max_batch: got {build.max_batch}, expected at least {section}.{key} ({batch}): raise it"
             for section, key, batch in _batches(evaluate, timing)
@@ -102,6 +106,18 @@ def _meaning_faults(raw: dict[str, Any], models: bool) -> list[str]:
             "raise that or lower this"
         )
     return found + _workload_faults(raw, evaluate, models)
+
+
+def _twice_quantised(raw: dict[str, Any], quantised: dict[str, QuantizeParams]) -> list[str]:
+    """Files that are quantised after `qat` did it; FP16 and BF16 aren't."""
+    of = {name: exported.parent for name, exported in _valid(raw, "export", ExportParams)}
+    trained = {name for section, name, _ in artifacts(raw) if section == "qat"}
+    return [
+        f"quantize.{name}.from: got {q.parent!r}, the export of {of[q.parent]!r}, which qat has quantised already; "
+        "expected the export of a model in floating point: build from it as it is"
+        for name, q in quantised.items()
+        if q.format in ("int8", "fp8", "int4") and of.get(q.parent) in trained
+    ]
 
 
 def _unused_faults(name: str, build: BuildParams) -> list[str]:
@@ -174,6 +190,12 @@ def _workload_faults(raw: dict[str, Any], evaluate: EvaluateParams | None, model
     if timing and timing.length is not None and (longest is None or timing.length > longest):
         expected = f"at most {longest}" if longest else "nothing, since the workload has no dynamic axis"
         found.append(f"benchmark.length: got {timing.length}, expected {expected}: lower it or leave it out")
+    for name, build in _valid(raw, "build", BuildParams):
+        if build.opt_length is not None and (longest is None or build.opt_length > longest):
+            expected = f"at most {longest}" if longest else "nothing, since the workload has no dynamic axis"
+            found.append(
+                f"build.{name}.opt_length: got {build.opt_length}, expected {expected}: lower it or leave it out"
+            )
     if evaluate is None or evaluate.metric in metrics:
         return found
     return [

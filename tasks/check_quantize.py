@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tasks.check_tree import hint
-from tasks.settings import DataParams, QuantizeParams
+from tasks.settings import TENSORRT, BuildParams, DataParams, QuantizeParams
+from tasks.styles import slow_for
 
 CALIBRATED = {"calibration", "samples", "batch", "percentile"}
 KEPT = {"format", "keep", "keep_ops"}
@@ -70,3 +71,20 @@ def metric_faults(name: str, q: QuantizeParams, workload: str, metrics: Iterable
         f"quantize.{name}.search.metric: got {q.search.metric!r}, expected one of {', '.join(metrics)} "
         f"(those of {workload}){hint(q.search.metric, metrics)}"
     ]
+
+
+def build_faults(name: str, build: BuildParams, q: QuantizeParams) -> list[str]:
+    """What keeps an engine from being built of a file that is quantised by `q`."""
+    found, key = [], f"build.{name}"
+    notes = {"precision": q.format, "style": q.style if q.format == "int8" else "", "activations": q.activations}
+    if build.backend in TENSORRT and (why := slow_for(build.backend, build.where, notes)):
+        found.append(
+            f"{key}.from: got {build.parent!r} for {build.backend}, expected a file in its style: {why}: "
+            "quantise with style: tensorrt, and static activations"
+        )
+    if build.precision == "tf32" and build.backend in ("onnxruntime", *TENSORRT):
+        found.append(
+            f"{key}.precision: got 'tf32' for {build.parent!r}, which is in {q.format}, expected a file in fp32: leave "
+            "precision out"
+        )
+    return found

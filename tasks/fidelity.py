@@ -39,15 +39,18 @@ def fidelity(parent: Path, child: Path, inputs: Arrays, batch: int = 32) -> Fide
     """
     before, after = onnx_file.load(parent), onnx_file.load(child)
     # ONNX Runtime refuses nodes that share a name.
-    by, want = RUNTIME, _session(prepared(before))
+    by, want = RUNTIME, _session(prepared(before), "the parent")
     try:
-        got = _session(after)
+        got = _session(after, "the quantised file")
     except Unavailable as lacking:
         if onnx_file.notes(after).get("precision") != "bf16":
             return Fidelity({}, {}, f"nothing: {lacking}")
         from tasks.quantize_half import rounded_to_bf16
 
-        got, by = _session(rounded_to_bf16(after)), f"{RUNTIME}, in FP32 with values rounded to BF16: {lacking}"
+        got, by = (
+            _session(rounded_to_bf16(after), "the quantised file"),
+            f"{RUNTIME}, in FP32 with values rounded to BF16: {lacking}",
+        )
     sums: dict[str, np.ndarray] = {}
     for part in batches(inputs, list(inputs), batch):
         for name, expected, found in _pairs(want, got, part):
@@ -62,7 +65,7 @@ def fidelity(parent: Path, child: Path, inputs: Arrays, batch: int = 32) -> Fide
     return Fidelity(snr, cosine, by)
 
 
-def _session(model: onnx.ModelProto) -> Any:
+def _session(model: onnx.ModelProto, what: str) -> Any:
     """A session of a model as it is; Unavailable, in a line, if the provider lacks an operator of a type."""
     import onnxruntime as ort
     from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as Lacking
@@ -79,10 +82,12 @@ def _session(model: onnx.ModelProto) -> Any:
         raise
     except Exception as error:
         raise Fault(
-            "the quantised file is not valid",
+            f"{what} is not valid",
             got=" ".join(str(error).split())[:300],
             expected="a graph that ONNX Runtime loads",
-            do="leave the node or operator that it names to quantize.*.keep or keep_ops",
+            do="see what exported it"
+            if what == "the parent"
+            else "leave the node or operator that it names to quantize.*.keep or keep_ops",
         ) from None
 
 
@@ -92,12 +97,16 @@ def _pairs(want: Any, got: Any, part: Arrays) -> list[tuple[str, np.ndarray, np.
     pairs = []
     for name, a, b in zip(names, want.run(names, part), got.run(names, part), strict=True):
         expected, found = (v.ravel().astype(np.float64) for v in (a, b))
-        if not (np.isfinite(expected).all() and np.isfinite(found).all()):
-            raise Fault(
-                f"output {name} is not finite after quantisation",
-                got=f"{int((~np.isfinite(found)).sum())} of {found.size} values are NaN or infinity",
-                expected="finite values",
-                do="look at the scales and at constants of the model",
-            )
+        for values, when, do in (
+            (expected, "before quantisation", "look at the model and at the calibration samples"),
+            (found, "after quantisation", "look at the scales and at constants of the model"),
+        ):
+            if not np.isfinite(values).all():
+                raise Fault(
+                    f"output {name} is not finite {when}",
+                    got=f"{int((~np.isfinite(values)).sum())} of {values.size} values are NaN or infinity",
+                    expected="finite values",
+                    do=do,
+                )
         pairs.append((name, expected, found))
     return pairs

@@ -35,7 +35,8 @@ def not_as_asked(asked: str, layers: Iterable[Layer], sparse: bool = False) -> s
     """Why an engine isn't what was asked for, in a sentence; None if it is, or if the backend doesn't tell.
 
     A reduced precision has to be found in at least half of the products that the backend tells of; FP32 in all of them,
-    where TF32 isn't FP32. With `sparse`, at least one layer has to run a 2:4 kernel. "As the model" asks for nothing.
+    where TF32 isn't FP32. With `sparse`, at least one layer has to run a 2:4 kernel, if the backend tells of all.
+    "As the model" asks for nothing.
     """
     layers = tuple(layers)
     known = [layer for layer in layers if layer.product and layer.precision != "unknown"]
@@ -44,7 +45,8 @@ def not_as_asked(asked: str, layers: Iterable[Layer], sparse: bool = False) -> s
         needed = len(known) if asked == "fp32" else (len(known) + 1) // 2
         if hits < needed:
             return f"asked for {asked}, found in {hits} of {len(known)} products ({counts(found(known))})"
-    if sparse and not any(layer.sparse for layer in layers):
+    untold = any(layer.product and layer.sparse is None for layer in layers)
+    if sparse and not untold and not any(layer.sparse for layer in layers):
         return "asked for 2:4 kernels, found none"
     return None
 

@@ -44,7 +44,9 @@ def fold_transposes(graph: onnx.GraphProto) -> None:
     """
     weights = {i.name: i for i in graph.initializer}
     renamed: dict[str, str] = {}
-    for node in [n for n in graph.node if n.op_type == "Transpose" and n.input[0] in weights]:
+    outputs = {value.name for value in graph.output}
+    transposes = [n for n in graph.node if n.op_type == "Transpose" and n.input[0] in weights]
+    for node in [n for n in transposes if n.output[0] not in outputs]:
         order = next((list(a.ints) for a in node.attribute if a.name == "perm"), None)
         name = f"{node.input[0]}.transposed{'' if order is None else ''.join(map(str, order))}"
         if name not in weights:
@@ -53,10 +55,13 @@ def fold_transposes(graph: onnx.GraphProto) -> None:
             graph.initializer.append(weights[name])
         renamed[node.output[0]] = name
         graph.node.remove(node)
-    for node in graph.node:
-        for index, name in enumerate(node.input):
-            node.input[index] = renamed.get(name, name)
-    used = {name for node in graph.node for name in node.input} | {output.name for output in graph.output}
+    used = set(outputs)
+    for part in graphs(graph):
+        used |= {value.name for value in part.output}
+        for node in part.node:
+            for index, name in enumerate(node.input):
+                node.input[index] = renamed.get(name, name)
+            used |= set(node.input)
     for initializer in [i for i in graph.initializer if i.name not in used]:
         graph.initializer.remove(initializer)
 

@@ -22,7 +22,7 @@ from tasks.data import read
 from tasks.errors import Fault
 from tasks.fidelity import Fidelity, fidelity
 from tasks.files import atomic_folder, sha256, size_bytes
-from tasks.quantize_nodes import QDQ, Maker, prepared, refuse_quantised
+from tasks.quantize_nodes import INTEGER, QDQ, Maker, prepared, refuse_quantised
 from tasks.settings import QuantizeParams
 from tasks.workloads.protocol import Arrays, Workload, largest, load_workload
 
@@ -101,7 +101,7 @@ def quantize(source: Path, workload: Path, data: Path, target: Path, params: Qua
             style=notes.get("style"),
             quantize_nodes=kinds.count("QuantizeLinear"),
             dequantize_nodes=kinds.count("DequantizeLinear"),
-            dynamic_nodes=kinds.count("MatMulInteger"),
+            dynamic_nodes=sum(kind in INTEGER for kind in kinds),
             half_nodes=_halves(model, params),
             calibration=notes.get("calibration"),
             calibration_samples=int(notes.get("samples", 0)),
@@ -159,8 +159,8 @@ def check_made(model: onnx.ModelProto, params: QuantizeParams) -> None:
         quantize_half.converted(model, params.format)
     elif params.activations != "dynamic":
         check_scales(model)
-    elif not any(node.op_type == "MatMulInteger" for node in model.graph.node):
-        raise _nothing_quantised("no matrix product with a constant weight")
+    elif not any(node.op_type in INTEGER for node in model.graph.node):
+        raise _nothing_quantised("no matrix product or LSTM with a constant weight")
 
 
 def _write(folder: Path, maker: Maker, exclude: tuple[str, ...]) -> None:
@@ -185,6 +185,8 @@ def _searched(
 
     found = search(source, task, data, params, make, maker.nodes)
     if not found.within_budget:
+        for row in found.table:
+            print(f"{row.node} ({row.op}): {row.snr_db:.1f} dB, cosine {row.cosine:.4f}", flush=True)
         raise Fault(
             "no mixed precision holds the budget",
             got=found.verdict,

@@ -16,6 +16,8 @@ from tasks.errors import Fault
 
 PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 QDQ = ("QuantizeLinear", "DequantizeLinear")
+# What a dynamically quantised product or layer becomes.
+INTEGER = ("MatMulInteger", "DynamicQuantizeLSTM")
 # What ONNX Runtime's quantiser, and ModelOpt's, which is built on it, append to a tensor's name.
 SUFFIXES = (
     *(f"_{kind}_{end}" for kind in QDQ for end in ("Input", "Output")),
@@ -95,7 +97,7 @@ def _free_names(model: onnx.ModelProto) -> None:
 
 def refuse_quantised(model: onnx.ModelProto) -> None:
     """Raise Fault if a file has Q/DQ nodes or integer products already."""
-    found = [n for part in onnx_file.graphs(model.graph) for n in part.node if n.op_type in (*QDQ, "MatMulInteger")]
+    found = [n for part in onnx_file.graphs(model.graph) for n in part.node if n.op_type in (*QDQ, *INTEGER)]
     if found:
         raise Fault(
             "the parent is quantised already",

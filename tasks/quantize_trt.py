@@ -28,7 +28,8 @@ LARGEST = {"int8": 127.0, "fp8": 448.0}
 def maker(model: onnx.ModelProto, scratch: Path, inputs: Arrays, params: QuantizeParams) -> Maker:
     """A maker of files in TensorRT's style, of `params.format` int8 or fp8.
 
-    Raises Fault if ModelOpt quantises nothing or reads a tensor that the parent doesn't have, or a range isn't finite.
+    Raises Fault if ModelOpt quantises nothing or reads a tensor that the parent doesn't have, or a range that is used
+    isn't finite.
     """
     ready = prepared(model)
     onnx_file.fold_transposes(ready.graph)
@@ -43,10 +44,12 @@ def maker(model: onnx.ModelProto, scratch: Path, inputs: Arrays, params: Quantiz
         raise
     names = list(_scales(placed))
     _check_known(names, ready)
+    used = _scales(without(placed, set(alone), ready))
     values = observe(ready, names, inputs, params.batch, params.calibration)
     grid = Grid(params.format)
     ranges = {n: choose(v, params.calibration, grid, params.percentile) for n, v in values.items()}
-    check_ranges(ranges)
+    check_ranges({n: r for n, r in ranges.items() if n in used})
+    ranges = {n: r if np.isfinite(r).all() else (0.0, 0.0) for n, r in ranges.items()}
     set_scales(placed, ranges, LARGEST[params.format])
     made = {out for n in placed.graph.node if n.op_type == "DequantizeLinear" for out in n.output}
     nodes = [n.name for n in placed.graph.node if n.op_type not in QDQ and made & set(n.input)]

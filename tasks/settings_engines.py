@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tasks.settings_types import Fraction, Number, Positive, Settings, Step, Whole
 
@@ -34,6 +34,8 @@ class QuantizeParams(Step):
     activations, signed per-channel weights, reduced range) or `tensorrt` (symmetric, signed,
     no quantised bias); other formats have one style only. With `activations: dynamic` the runtime finds
     the activations' ranges batch by batch, and there is no calibration: the way of transformers on a CPU.
+    `calibration` is `entropy` for `int8` and `minmax` for `fp8` if it isn't given: FP8's steps are the finer, the
+    smaller a value is, so that cutting off large ones gains little.
     `keep` holds patterns of names of nodes, and `keep_ops` types of operators, that stay as they are.
     """
 
@@ -50,6 +52,11 @@ class QuantizeParams(Step):
     data_max: Annotated[Number, Field(gt=0)] = 512.0
     init_max: Annotated[Number, Field(gt=0)] = 65504.0
     search: SearchParams | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _calibration_of_the_format(cls, raw: Any) -> Any:
+        return {"calibration": "minmax", **raw} if isinstance(raw, dict) and raw.get("format") == "fp8" else raw
 
 
 class BuildParams(Step):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tasks.errors import Fault
+
 TENSORRT = ("tensorrt", "tensorrt_rtx")
 
 
@@ -16,11 +18,9 @@ def slow_for(backend: str, device: str, notes: Mapping[str, str]) -> str | None:
     dynamic = notes.get("activations") == "dynamic"
     if backend in TENSORRT:
         if precision == "int8" and dynamic:
-            return "its products are MatMulInteger, which TensorRT doesn't read: quantise with style: tensorrt"
+            return "its products are MatMulInteger, which TensorRT doesn't read"
         if precision == "int8" and style == "onnxruntime":
-            return (
-                "its activations are unsigned with zero points, which TensorRT refuses: quantise with style: tensorrt"
-            )
+            return "its activations are unsigned with zero points, which TensorRT refuses"
         return None
     if backend != "onnxruntime":
         return None
@@ -46,3 +46,21 @@ def slow_for(backend: str, device: str, notes: Mapping[str, str]) -> str | None:
     if precision in ("fp16", "bf16"):
         return f"ONNX Runtime has no {precision.upper()} arithmetic on a CPU: values are cast to FP32 and back at nodes"
     return None
+
+
+def asked(precision: str, device: str, notes: Mapping[str, str], name: str) -> str:
+    """The precision that a build asks of an ONNX file: what the file's notes say, or TF32 for one in FP32 on CUDA.
+
+    Raises Fault for any other `precision` of the build (fp32 is none), naming the file's folder.
+    """
+    given = notes.get("precision", "as the model")
+    if precision == "fp32":
+        return given
+    if (precision, device) == ("tf32", "cuda") and given in ("fp32", "as the model"):
+        return "tf32"
+    raise Fault(
+        f"the precision of an engine of the ONNX file {name} is the file's",
+        got=f"precision {precision} on {device} for a file in {given}",
+        expected="no precision; or tf32 on cuda, for a file in fp32",
+        do="leave precision out; quantize makes files in other formats",
+    )

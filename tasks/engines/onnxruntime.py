@@ -18,7 +18,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from tasks import layers, onnx_file, proof, target
+from tasks import layers, onnx_file, proof, styles, target
 from tasks.engines import ort_layers
 from tasks.engines.ort_start import SPLIT, need_cuda, own, refused, start
 from tasks.engines.protocol import Built, Session, check_batch, imported
@@ -42,7 +42,7 @@ def build(source: Path, folder: Path, spec: BuildParams) -> Built:
     model = onnx_file.load(source)
     whole = onnx_file.serialized(model, source.name)
     notes, axes = onnx_file.notes(model), onnx_file.axes(model)
-    asked = _precision(spec, notes, source.name)
+    asked = styles.asked(spec.precision, spec.where, notes, source.name)
     if spec.where == "cuda":
         built_for: dict[str, Any] = {"device": "cuda", **gpu_here()}
         need_cuda()
@@ -80,21 +80,6 @@ def build(source: Path, folder: Path, spec: BuildParams) -> Built:
         rebuild=f"dvc repro build@{folder.name}",
     )
     return Built(described, ran)
-
-
-def _precision(spec: BuildParams, notes: dict[str, str], name: str) -> str:
-    """What was asked for: what the file says, or TF32 for a file in FP32 on CUDA. Raises Fault for anything else."""
-    given = notes.get("precision", "as the model")
-    if spec.precision == "fp32":
-        return given
-    if (spec.precision, spec.where) == ("tf32", "cuda") and given in ("fp32", "as the model"):
-        return "tf32"
-    raise Fault(
-        f"onnxruntime takes its precision from the ONNX file {name}",
-        got=f"precision {spec.precision} on {spec.where} for a file in {given}",
-        expected="no precision; or tf32 on cuda, for a file in fp32",
-        do="leave precision out; quantize makes files in other formats",
-    )
 
 
 def _settings(spec: BuildParams) -> dict[str, Any]:

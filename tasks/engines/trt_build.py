@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 
 from tasks import layers as told
-from tasks import onnx_file
+from tasks import onnx_file, styles
 from tasks.engines import trt_callbacks, trt_layers
 from tasks.engines.protocol import Built
 from tasks.engines.trt_profile import optimum
@@ -40,18 +40,24 @@ def build(
     Raises Fault, with the parser's node and operator or the builder's own words, if that fails; KeyboardInterrupt, with
     no engine left, after Ctrl-C.
     """
-    model, log = onnx_file.load(source), trt_callbacks.logger(trt)
-    axes = onnx_file.axes(model)
+    model = onnx_file.load(source)
+    axes, notes = onnx_file.axes(model), onnx_file.notes(model)
+    asked = styles.asked(spec.precision, spec.where, notes, source.name)
+    if unfit := styles.slow_for(spec.backend, spec.where, notes):
+        raise Fault(
+            f"{spec.backend} can't take {source.name}",
+            got=unfit,
+            expected="a file in its own style",
+            do="quantise with style: tensorrt, and build from that",
+        )
+    log = trt_callbacks.logger(trt)
     builder = trt.Builder(log)
     network = parse(trt, builder, log, source, model)
     config = settings(trt, builder, network, spec, axes)
     configure(config)
     serialize(trt, builder, network, config, log, folder / file, spec.backend)
     layers, layers_from = layers_of(trt, network, log, folder / file, spec)
-    notes = onnx_file.notes(model)
     kinds = [network.get_layer(i).type.name for i in range(network.num_layers)]
-    asked = notes.get("precision", "as the model")
-    asked = spec.precision if (asked, spec.precision) == ("fp32", "tf32") else asked
     described = Manifest(
         backend=spec.backend,
         backend_version=trt.__version__,

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import onnx
 
-from tasks import layout, onnx_file
+from tasks import layout, onnx_file, styles
 from tasks.engines.trt_profile import optimum
 from tasks.engines.trtexec_reports import Cost, Latency, read_layers, read_profile, read_times
 from tasks.errors import Fault, Unavailable
@@ -223,8 +223,7 @@ def route(name: str, spec: BuildParams, timing: BenchmarkParams, release: int | 
     folder.mkdir(parents=True, exist_ok=True)
     print(" \\\n  ".join(map(shlex.quote, arguments)), flush=True)
     if execute:
-        asked = onnx_file.notes(onnx_file.load(source)).get("precision", "as the model")
-        asked = spec.precision if (asked, spec.precision) == ("fp32", "tf32") else asked
+        asked = styles.asked(spec.precision, spec.where, onnx_file.notes(onnx_file.load(source)), source.name)
         print(summary(run(arguments, folder, asked, spec.sparse, timing.batch, version)))
 
 

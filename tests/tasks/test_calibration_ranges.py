@@ -120,7 +120,23 @@ def slow_divergence(counts: np.ndarray, stop: int, levels: int) -> float:
 def test_divergence_is_the_slow_loops(stop: int) -> None:
     counts = np.random.default_rng(5).integers(0, 50, 64).astype(np.float64)
     counts[[3, 17, 30]] = 0
-    assert divergence(counts, stop, 16) == pytest.approx(slow_divergence(counts, stop, 16), rel=1e-9)
+    assert divergence(counts, Grid("int8").levels(stop, 16)) == pytest.approx(
+        slow_divergence(counts, stop, 16), rel=1e-9
+    )
+
+
+def test_entropy_takes_the_levels_of_fp8_for_fp8() -> None:
+    """Integer levels would cut a long tail off, whose values FP8 holds as closely as the others."""
+    bins = np.arange(600)
+    held = e4m3((bins + 0.5) / 600 * 448)
+    level = Grid("fp8").levels(600, 128)
+    assert level[0] == 0 and (np.diff(level) == (np.diff(held) > 0)).all()
+    rng = np.random.default_rng(7)
+    x = rng.standard_t(3, 400_000)
+    low, high = choose(values(x), "entropy", Grid("fp8"), 99.99)
+    noise = x - Grid("fp8").rounded(x, low, high)
+    assert 10 * np.log10((x**2).sum() / (noise**2).sum()) > 25
+    assert choose(values(x), "entropy", Grid("int8"), 99.99)[1] < 0.6 * high
 
 
 def test_entropy_cuts_a_lone_outlier_off_and_leaves_few_samples_alone() -> None:

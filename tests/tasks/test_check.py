@@ -11,6 +11,7 @@ import pytest
 
 from tasks.check import faults
 from tasks.params import ParamsFault, load
+from tasks.settings import QuantizeParams
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = """
@@ -344,3 +345,54 @@ def test_what_a_step_would_tear_up_is_refused_and_the_rest_is_not(
     else:
         section = steps[-1].partition(" ")[0]
         assert [words in line and line.startswith(f"{section}.{parent}.from: got ") for line in text] == [True], text
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        (
+            {"build/int8-rtx": {"from": "base-int8", "backend": "tensorrt_rtx"}},
+            "build.int8-rtx.from: got 'base-int8' for tensorrt_rtx, expected a file in its style: its activations are "
+            "unsigned with zero points",
+        ),
+        (
+            {
+                "quantize/dyn": {"from": "base-onnx", "activations": "dynamic"},
+                "build/d": {"from": "dyn", "backend": "tensorrt_rtx"},
+            },
+            "build.d.from: got 'dyn' for tensorrt_rtx, expected a file in its style: its products are MatMulInteger",
+        ),
+        (
+            {"build/tf": {"from": "base-int8", "backend": "onnxruntime", "device": "cuda", "precision": "tf32"}},
+            "build.tf.precision: got 'tf32' for 'base-int8', which is in int8, expected a file in fp32",
+        ),
+        (
+            {
+                "qat": {"aware": {"from": "base", "epochs": 1, "samples": 32}},
+                "export/aware-onnx": {"from": "aware"},
+                "quantize/twice": {"from": "aware-onnx"},
+            },
+            "quantize.twice.from: got 'aware-onnx', the export of 'aware', which qat has quantised already",
+        ),
+        (
+            {"build/long": {"from": "base-onnx", "backend": "tensorrt_rtx", "opt_length": 8}},
+            "build.long.opt_length: got 8, expected nothing, since the workload has no dynamic axis",
+        ),
+    ],
+)
+def test_what_could_not_be_built_is_told_before_anything_is_trained(
+    found: Any, changes: dict[str, Any], part: str
+) -> None:
+    assert any(fault.startswith(part) for fault in found(changes)), found(changes)
+
+
+def test_what_tensorrt_takes_is_no_fault(found: Any) -> None:
+    settings = {"from": "base-onnx", "style": "tensorrt", "samples": 32, "batch": 16}
+    assert found({"quantize/trt": settings, "build/t": {"from": "trt", "backend": "tensorrt_rtx"}}) == []
+
+
+def test_fp8_takes_all_values_in_unless_it_is_told_otherwise() -> None:
+    asked = {"from": "base-onnx", "format": "fp8"}
+    assert QuantizeParams(**asked).calibration == "minmax"
+    assert QuantizeParams(**asked, calibration="mse").calibration == "mse"
+    assert QuantizeParams(**{"from": "base-onnx"}).calibration == "entropy"

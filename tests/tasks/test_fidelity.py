@@ -58,6 +58,21 @@ def test_outputs_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     assert str(caught.value.got).startswith("8 of 8 values")
 
 
+def test_a_parent_that_is_not_finite_is_named_as_such(tmp_path: Path) -> None:
+    folders = [
+        save(tmp_path / name, [helper.make_node("Mul", ["x", "w"], ["y"])], w=np.array([value], np.float32))
+        for name, value in (("broken", np.nan), ("fine", 1.0))
+    ]
+    with pytest.raises(Fault, match="output y is not finite before quantisation"):
+        fidelity(*folders, {"x": np.ones((4, 2), np.float32)})
+
+
+def test_a_parent_that_is_no_valid_graph_is_named_as_such(tmp_path: Path) -> None:
+    odd = save(tmp_path / "odd", [helper.make_node("Mul", ["x", "missing"], ["y"])])
+    with pytest.raises(Fault, match="the parent is not valid"):
+        fidelity(odd, odd, {"x": np.ones((4, 2), np.float32)})
+
+
 def test_a_file_that_is_no_valid_graph_is_refused(tmp_path: Path) -> None:
     fine = save(tmp_path / "fine", [helper.make_node("Identity", ["x"], ["y"])])
     odd = save(tmp_path / "odd", [helper.make_node("Nonsense", ["x"], ["y"])])

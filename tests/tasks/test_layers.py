@@ -36,7 +36,7 @@ def test_a_precision_that_is_not_in_the_engine_is_told(asked: str, found: tuple[
 
 
 @pytest.mark.parametrize(
-    ("sparse", "reason"), [(True, None), (False, "found none"), (None, "found none")], ids=["yes", "no", "not told"]
+    ("sparse", "reason"), [(True, None), (False, "found none"), (None, None)], ids=["yes", "no", "not told"]
 )
 def test_sparsity_that_is_not_in_the_engine_is_told(sparse: bool | None, reason: str | None) -> None:
     told = layers.not_as_asked("fp16", products("fp16", sparse=sparse), sparse=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
@@ -126,6 +128,40 @@ def test_sidecars_of_inner_graphs_are_named(tmp_path: Path) -> None:
     (tmp_path / "w.data").unlink()
     with pytest.raises(Fault, match="lost its external data"):
         onnx_file.load(tmp_path)
+
+
+def test_transposed_weights_are_folded_for_readers_in_branches_too() -> None:
+    def branch(name: str, node: onnx.NodeProto) -> onnx.GraphProto:
+        return helper.make_graph([node], name, [], [helper.make_tensor_value_info(name, TensorProto.FLOAT, None)])
+
+    nodes = [
+        helper.make_node("Transpose", ["w"], ["t"], perm=[1, 0]),
+        helper.make_node("Transpose", ["w"], ["out"], perm=[1, 0]),
+        helper.make_node(
+            "If",
+            ["c"],
+            ["y"],
+            then_branch=branch("then", helper.make_node("MatMul", ["x", "t"], ["then"])),
+            else_branch=branch("else", helper.make_node("Identity", ["x"], ["else"])),
+        ),
+    ]
+    shapes = {"x": ["n", 3], "y": None, "out": [3, 2]}
+    values = {k: helper.make_tensor_value_info(k, TensorProto.FLOAT, shape) for k, shape in shapes.items()}
+    c = helper.make_tensor_value_info("c", TensorProto.BOOL, [])
+    weight = numpy_helper.from_array(np.arange(6, dtype=np.float32).reshape(2, 3), "w")
+    graph = helper.make_graph(nodes, "g", [values["x"], c], [values["y"], values["out"]], [weight])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+    feed = {"x": np.ones((1, 3), np.float32), "c": np.array(True)}
+
+    def run() -> list[Any]:
+        session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+        return list(session.run(None, feed))
+
+    before = run()
+    onnx_file.fold_transposes(model.graph)
+    assert [n.op_type for n in model.graph.node] == ["Transpose", "If"], "an output stays"
+    for one, other in zip(before, run(), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_constants_are_found_in_every_form() -> None:

@@ -14,12 +14,13 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from tasks import onnx_file, proof, quantize_int8
+from tasks import onnx_file, proof, quantize_int8, quantize_trt
 from tasks.data import read, write
 from tasks.errors import Fault
 from tasks.export import to_onnx
 from tasks.files import read_json, sha256, size_bytes
-from tasks.quantize import check_scales, quantize
+from tasks.quantize import check_made, check_scales, quantize
+from tasks.quantize_nodes import refuse_quantised
 from tasks.settings import QuantizeParams
 
 ATTENTION = """
@@ -254,6 +255,55 @@ def test_an_infinite_range_of_what_stays_is_not_used(tmp_path: Path) -> None:
     x = {"x": np.ones((8, 2), np.float32)}
     maker = quantize_int8.static(masked(), tmp_path, x, params(keep=("where", "product")))
     check_scales(maker.make(()))
+
+
+def wide_masked() -> onnx.ModelProto:
+    """As `masked`, with products of 32 channels, which ModelOpt quantises."""
+    rng = np.random.default_rng(0)
+    constants = {
+        "keep": np.array([True, False] * 16),
+        "mask": np.array(-np.inf, np.float32),
+        "v": np.ones((32, 32), np.float32),
+        "w": rng.normal(size=(32, 32)).astype(np.float32),
+    }
+    nodes = [
+        helper.make_node("Where", ["keep", "x", "mask"], ["masked"], "where"),
+        helper.make_node("MatMul", ["masked", "v"], ["m"], "product"),
+        helper.make_node("MatMul", ["x", "w"], ["n"], "other"),
+        helper.make_node("Add", ["m", "n"], ["y"], "sum"),
+    ]
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 32]) for name in ("x", "y")]
+    weights = [numpy_helper.from_array(value, name) for name, value in constants.items()]
+    graph = helper.make_graph(nodes, "g", values[:1], values[1:], weights)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+
+
+def test_an_infinite_range_of_what_stays_is_not_used_in_tensorrts_style_either(tmp_path: Path) -> None:
+    pytest.importorskip("modelopt")
+    x = {"x": np.random.default_rng(1).normal(size=(16, 32)).astype(np.float32)}
+    with pytest.raises(Fault, match="tensor masked has no finite range"):
+        quantize_trt.maker(wide_masked(), tmp_path, x, params(style="tensorrt"))
+    maker = quantize_trt.maker(wide_masked(), tmp_path, x, params(style="tensorrt", keep=("where", "product")))
+    assert maker.nodes == ["other"]
+    check_scales(maker.make(()))
+
+
+def test_an_lstm_alone_is_something_quantised_dynamically() -> None:
+    w, r = (np.random.default_rng(i).normal(size=(1, 32, size)).astype(np.float32) for i, size in ((0, 4), (1, 8)))
+    weights = [numpy_helper.from_array(value, name) for value, name in ((w, "w"), (r, "r"))]
+    node = helper.make_node("LSTM", ["x", "w", "r"], ["y"], "lstm", hidden_size=8)
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["t", "n", 4])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["t", 1, "n", 8])
+    graph = helper.make_graph([node], "g", [x], [y], weights)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+    settings = QuantizeParams(**{"from": "base-onnx", "activations": "dynamic"})
+    made = quantize_int8.dynamic(model, settings).make(())
+    assert nodes(made, "DynamicQuantizeLSTM")
+    check_made(made, settings)
+    with pytest.raises(Fault, match="quantised already"):
+        refuse_quantised(made)
+    with pytest.raises(Fault, match="nothing was quantised"):
+        check_made(model, settings)
 
 
 def scaled(scale: Any, constant: bool) -> onnx.ModelProto:

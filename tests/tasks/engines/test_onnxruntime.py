@@ -237,7 +237,7 @@ def test_bfloat16_is_a_type_of_the_manifest(tmp_path: Path) -> None:
 def test_a_precision_that_the_file_does_not_have_is_refused(
     sources: dict[str, Path], tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    with pytest.raises(Fault, match="takes its precision from the ONNX file"):
+    with pytest.raises(Fault, match="the precision of an engine of the ONNX file"):
         built(sources["fp32"], tmp_path / "engine", **settings)
 
 

@@ -111,6 +111,29 @@ def test_tf32_is_used_only_if_it_is_asked(source: Path, tmp_path: Path) -> None:
     assert len(digests) == 2
 
 
+@pytest.mark.parametrize(
+    ("notes", "settings", "words"),
+    [
+        (
+            {"precision": "int8", "style": "tensorrt"},
+            {"precision": "tf32"},
+            "precision tf32 on cuda for a file in int8",
+        ),
+        ({"precision": "int8", "style": "onnxruntime"}, {}, "unsigned with zero points"),
+        ({"precision": "int8", "style": "onnxruntime", "activations": "dynamic"}, {}, "MatMulInteger"),
+    ],
+)
+def test_a_file_that_it_can_not_take_as_asked_is_refused_before_the_build(
+    source: Path, folder: Path, notes: dict[str, str], settings: dict[str, str], words: str
+) -> None:
+    model = onnx_file.load(source)
+    onnx_file.annotate(model, notes)
+    onnx.save(model, source / onnx_file.FILE)
+    with pytest.raises(Fault) as caught:
+        tensorrt_rtx.build(source, folder, spec(**settings))
+    assert words in caught.value.line and not list(folder.iterdir())
+
+
 def test_an_operator_that_it_does_not_know_is_named_with_its_node(tmp_path: Path, folder: Path) -> None:
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["z"], "product"),
