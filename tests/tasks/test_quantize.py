@@ -223,20 +223,21 @@ def test_an_infinite_mask_gives_finite_scales_and_close_outputs(
     assert report.snr_db["logits"] > 15
 
 
-def masked() -> onnx.ModelProto:
-    """A product of what a mask has made infinite."""
+def masked(width: int = 2) -> onnx.ModelProto:
+    """A product of what a mask has made infinite, and another."""
     constants = {
-        "keep": np.array([True, False]),
+        "keep": np.array([True, False] * (width // 2)),
         "mask": np.array(-np.inf, np.float32),
-        "w": np.ones((2, 2), np.float32),
+        "v": np.ones((width, width), np.float32),
+        "w": np.random.default_rng(0).normal(size=(width, width)).astype(np.float32),
     }
     nodes = [
         helper.make_node("Where", ["keep", "x", "mask"], ["masked"], "where"),
-        helper.make_node("MatMul", ["masked", "w"], ["m"], "product"),
+        helper.make_node("MatMul", ["masked", "v"], ["m"], "product"),
         helper.make_node("MatMul", ["x", "w"], ["n"], "other"),
         helper.make_node("Add", ["m", "n"], ["y"], "sum"),
     ]
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 2]) for name in ("x", "y")]
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", width]) for name in ("x", "y")]
     weights = [numpy_helper.from_array(value, name) for name, value in constants.items()]
     graph = helper.make_graph(nodes, "g", values[:1], values[1:], weights)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
@@ -257,33 +258,12 @@ def test_an_infinite_range_of_what_stays_is_not_used(tmp_path: Path) -> None:
     check_scales(maker.make(()))
 
 
-def wide_masked() -> onnx.ModelProto:
-    """As `masked`, with products of 32 channels, which ModelOpt quantises."""
-    rng = np.random.default_rng(0)
-    constants = {
-        "keep": np.array([True, False] * 16),
-        "mask": np.array(-np.inf, np.float32),
-        "v": np.ones((32, 32), np.float32),
-        "w": rng.normal(size=(32, 32)).astype(np.float32),
-    }
-    nodes = [
-        helper.make_node("Where", ["keep", "x", "mask"], ["masked"], "where"),
-        helper.make_node("MatMul", ["masked", "v"], ["m"], "product"),
-        helper.make_node("MatMul", ["x", "w"], ["n"], "other"),
-        helper.make_node("Add", ["m", "n"], ["y"], "sum"),
-    ]
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 32]) for name in ("x", "y")]
-    weights = [numpy_helper.from_array(value, name) for name, value in constants.items()]
-    graph = helper.make_graph(nodes, "g", values[:1], values[1:], weights)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
-
-
 def test_an_infinite_range_of_what_stays_is_not_used_in_tensorrts_style_either(tmp_path: Path) -> None:
     pytest.importorskip("modelopt")
     x = {"x": np.random.default_rng(1).normal(size=(16, 32)).astype(np.float32)}
     with pytest.raises(Fault, match="tensor masked has no finite range"):
-        quantize_trt.maker(wide_masked(), tmp_path, x, params(style="tensorrt"))
-    maker = quantize_trt.maker(wide_masked(), tmp_path, x, params(style="tensorrt", keep=("where", "product")))
+        quantize_trt.maker(masked(32), tmp_path, x, params(style="tensorrt"))
+    maker = quantize_trt.maker(masked(32), tmp_path, x, params(style="tensorrt", keep=("where", "product")))
     assert maker.nodes == ["other"]
     check_scales(maker.make(()))
 
