@@ -212,6 +212,8 @@ def _row(name: str, described: Manifest, timings: dict[str, Timing], first: str,
     else:
         gain = measure.speedup(timings, name, first, params.confidence, family)
         told = "faster" if gain.low > 1 else "slower" if gain.high < 1 else "not told apart"
+        odd = unusable([timings[first]], params.confidence, family)
+        why = why or (f"{first}: {odd}" if odd else None)
         verdict = f"unstable: {why}" if why else told
     return Row(name, described.backend, described.engine_sha256, timing, gain, verdict)
 

@@ -135,16 +135,16 @@ def _entry(tree: Tree, variant: Variant, run: str | None) -> dict[str, Any]:
         "speedup_at": gains,
         "reasons": list(variant.reasons),
         "mlflow_run_id": run,
-        "transfer": _transfer(variant.name),
+        **_benchmarked(variant.name),
         "plaster": asdict(plaster.scorecard(tree, variant)) if variant.name in tree.nodes else None,
     }
 
 
-def _transfer(name: str) -> dict[str, Any] | None:
-    """What a call takes on a GPU with its copies, as the benchmark recorded it."""
+def _benchmarked(name: str) -> dict[str, Any]:
+    """What a call takes on a GPU with its copies, and what the machine was like, as the benchmark recorded them."""
     path = layout.report("benchmark", name)
-    found: dict[str, Any] | None = read_json(path).get("transfer") if path.is_file() else None
-    return found
+    found = read_json(path) if path.is_file() else {}
+    return {key: found.get(key) for key in ("transfer", "conditions")}
 
 
 def page(

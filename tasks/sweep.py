@@ -61,7 +61,8 @@ class Point:
 class Sweep:
     """All points of one engine; `best` is the one with the most throughput among those within `max_latency_ms`.
 
-    Without a limit it is the one with the most throughput of all. `skipped` says why streams weren't measured.
+    Without a limit it is the one with the most throughput of all. Points that were disturbed don't count. `skipped`
+    says why streams weren't measured.
     """
 
     engine: str
@@ -135,8 +136,8 @@ def sweep(
 
 
 def best(points: Sequence[Point], limit: float | None) -> Point | None:
-    """The point with the most throughput; under a limit, of those that are known to keep it."""
-    fit = [point for point in points if limit is None or point.within]
+    """The undisturbed point with the most throughput; under a limit, of those that are known to keep it."""
+    fit = [point for point in points if not point.disturbed and (limit is None or point.within)]
     return max(fit, key=lambda point: point.throughput_per_s.value, default=None)
 
 
@@ -198,10 +199,9 @@ def _measure(
         times, rate = together(sessions, cell.pool, params.window_ms / 1e3, calls)
         told = [spun, *(look() for look in watches)]
         reason = next((t for t in told if t), None)
-        if reason:
-            cell.discarded[reason] += 1
         if reason is None or not left:
             break
+        cell.discarded[reason] += 1
     cell.disturbed = reason or cell.disturbed
     cell.windows.append(np.array(times))
     cell.rates.append(rate * cell.batch)

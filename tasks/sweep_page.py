@@ -41,11 +41,17 @@ def show(found: Sweep, console: Console) -> None:
 def verdict(found: Sweep) -> str:
     """The best point in a sentence."""
     limit = "" if found.max_latency_ms is None else f" with p{JUDGED} within {found.max_latency_ms:g} ms"
+    if found.best is None and found.max_latency_ms is None:
+        return f"{found.engine}: no point was undisturbed; measure again when the machine is quiet"
     if found.best is None:
-        return f"{found.engine}: no point is known to have p{JUDGED} within {found.max_latency_ms:g} ms"
+        return f"{found.engine}: no undisturbed point is known to have p{JUDGED} within {found.max_latency_ms:g} ms"
     b = found.best
     t = b.throughput_per_s
-    alike = [p for p in found.points if p is not b and p.throughput_per_s.high >= t.low and (p.within or not limit)]
+    alike = [
+        p
+        for p in found.points
+        if p is not b and p.throughput_per_s.high >= t.low and (p.within or not limit) and not p.disturbed
+    ]
     named = [f"batch {p.batch} in {p.streams}" for p in sorted(alike, key=lambda p: -p.throughput_per_s.value)]
     rivals = ", ".join(named[:RIVALS]) + (f" and {len(named) - RIVALS} more" if len(named) > RIVALS else "")
     return (

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from tasks import plaster_page
+from tasks import conditions_table, plaster_page
 from tasks.gates import shown
 from tasks.report import batches, metered, ordered, reopened, row, unmetered
 from tasks.stats import Interval
@@ -149,6 +149,7 @@ def markdown(summary: dict[str, Any]) -> str:
             *(f"- {reason}" for reason in _reasons(rows, "`")),
             "",
             *_scorecards(summary),
+            *conditions_table.rows(summary),
         ]
     )
 

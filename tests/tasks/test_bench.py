@@ -47,6 +47,20 @@ def test_the_slower_engine_is_told_and_where_it_was_measured(engines: dict[str, 
     assert (report.environment.target_id, report.interrupted, report.data) == (fingerprint().id, False, "random")
 
 
+def test_a_reference_that_had_not_settled_gives_no_verdict(
+    engines: dict[str, Path], params: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def restless(self: measure.Measurement) -> None:
+        warm_up(self)
+        self.warm["small"] = False
+
+    warm_up = measure.Measurement.warm_up
+    monkeypatch.setattr(measure.Measurement, "warm_up", restless)
+    small, deep = bench([engines["small"], engines["deep"]], None, params()).rows
+    assert small.verdict == "unstable: its latency did not settle during warm-up"
+    assert deep.verdict == "unstable: small: its latency did not settle during warm-up"
+
+
 def test_one_engine_alone_is_timed(engines: dict[str, Path], params: Any) -> None:
     (row,) = bench([engines["small"]], None, params(batch=4)).rows
     assert (row.timing.batch, row.ratio) == (4, None)

@@ -6,7 +6,9 @@ import json
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -113,6 +115,26 @@ def test_the_best_is_the_most_throughput_within_the_limit() -> None:
     assert best(points, 5.0) is points[1]
     assert best(points, None) is points[3]
     assert best(points[2:], 5.0) is None
+
+
+def test_a_disturbed_point_is_not_the_best_and_no_rival() -> None:
+    points = [point(1, 10, True), replace(point(8, 50, True), disturbed="another process worked on the GPU")]
+    assert best(points, None) is best(points, 5.0) is points[0]
+    assert best(points[1:], None) is best(points[1:], 5.0) is None
+    told = {"engine": "small", "points": points, "interrupted": False}
+    found = SimpleNamespace(**told, best=points[0], max_latency_ms=None)
+    assert "not told apart" not in sweep_page.verdict(found)
+    assert "no point was undisturbed" in sweep_page.verdict(SimpleNamespace(**told, best=None, max_latency_ms=None))
+    assert "no undisturbed point is known" in sweep_page.verdict(SimpleNamespace(**told, best=None, max_latency_ms=5.0))
+
+
+def test_a_window_that_is_used_is_not_counted_as_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "together", lambda *_: ([1.0], 1.0))
+    cell, told = sweep.Cell(1, 1, []), iter(["", "busy", "", "busy", "", "busy", "", None])
+    watch = SimpleNamespace(disturbed=lambda: next(told))
+    for _ in range(2):
+        sweep._measure(cell, [SimpleNamespace()], 10**6, BenchmarkParams(), watch, 1)
+    assert (cell.discarded, cell.disturbed, len(cell.windows)) == ({"busy": 2}, "busy", 2)
 
 
 def within(windows: list[np.ndarray], limit: float | None) -> tuple[float | None, bool | None]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tasks import conditions_table
 from tasks.report import ordered, row
 from tasks.table import markdown, show
 
@@ -277,6 +278,33 @@ def test_markdown_has_each_scorecard_its_roofline_and_its_engines_digest(summary
         assert f"| {told} |" in row
     head = next(line for line in lines if "over its roofline" in line)
     assert head.count("|") == row.count("|")
+
+
+def test_markdown_tells_what_the_machine_was_like_beside_each_benchmark(summary: dict[str, Any]) -> None:
+    assert conditions_table.rows(summary) == []
+    cpu = [{"cpu": {"load_average": load}} for load in (0.5, 1.25)]
+    on_cpu = {"before": cpu[0], "after": cpu[1], "steal_share": 0.021, "gpu_name": None}
+    summary["variants"][0]["conditions"] = on_cpu
+    page = "\n".join(conditions_table.rows(summary))
+    assert f"| {summary['variants'][0]['name']} | 0.50 to 1.25 | 2.1% |" in page and "SM clock" not in page
+    summary["variants"][1]["conditions"] = {
+        **on_cpu,
+        "steal_share": None,
+        "gpu_name": "NVIDIA H200",
+        "sm_mhz": [1950, 1980],
+        "memory_mhz": None,
+        "temperature_c": [33, 56],
+        "power_w": [118.4, 671.7],
+        "reasons": ["idle", "software power cap"],
+        "held_back_ms": {"power": 3085.8, "thermal": 0.0},
+        "others": 1,
+        "others_busy": 0.0,
+    }
+    summary["variants"][0]["conditions"] = {**summary["variants"][1]["conditions"], "reasons": [], "held_back_ms": None}
+    page = "\n".join(conditions_table.rows(summary))
+    told = "0.50 to 1.25 | – | 1950 to 1980 | – | 33 to 56 | 118 to 672"
+    assert f"{told} | software power cap, power 3.1 s | 1, busy 0% |" in page
+    assert f"{told} | never | 1, busy 0% |" in page
 
 
 def test_energy_and_memory_have_columns_where_they_are_known(summary: dict[str, Any]) -> None:
