@@ -23,8 +23,8 @@ KEYS = {
     "name", "lineage", "also", "backend", "accuracy", "accuracy_change", "latency_ms", "throughput_per_s",
     "speedup", "size_bytes", "memory_bytes", "energy_mj", "energy_net_mj", "energy_reason", "energy_disturbed",
     "load_s", "first_inference_s", "host_peak_bytes", "device_peak_bytes", "activation_bytes", "clock",
-    "throughput_at", "latency_bounds_ms", "throughput_bounds", "conditions", "plaster", "evidence", "verdict", "reasons",
-    "mlflow_run_id", "engine_sha256", "test_sha256",
+    "throughput_at", "latency_bounds_ms", "throughput_bounds", "conditions", "plaster", "evidence", "verdict",
+    "reasons", "mlflow_run_id", "engine_sha256", "test_sha256",
 }  # fmt: skip
 
 
