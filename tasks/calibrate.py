@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -27,8 +28,6 @@ EARLY_MS = 5.0
 SAME = BenchmarkParams(window_ms=5, warmup_ms=10)
 PLANTED = BenchmarkParams(window_ms=20, warmup_ms=20)
 SAME_SHARE, POWER_SHARE, BESIDE_SHARE = 0.5, 0.37, 0.08
-# Of the same engine's share, what openings get if they are too slow for each trial to have its own.
-OPENINGS_SHARE = 0.5
 TOLD = ("torch", "onnxruntime", "tensorrt", "tensorrt_rtx")
 
 
@@ -86,9 +85,9 @@ def calibrate(
     """Make all parts within about `budget_s`: `trials` of the same engine twice, `planted` of each difference.
 
     Without `engine`, tiny ones for ONNX Runtime on the CPU are built in `scratch`. One that takes long to open is
-    opened `openings` times, and not for each trial. An interruption (Ctrl-C) ends it, and what was found until then is
-    returned; `keep` gets that after each part. `clock` is `host` or `device`; Fault is raised if the engine has none of
-    that kind.
+    opened anew `openings` times, and not for each trial; for what is planted once. An interruption (Ctrl-C) ends it,
+    and what was found until then is returned; `keep` gets that after each part. `clock` is `host` or `device`; Fault is
+    raised if the engine has none of that kind.
     """
     start, load = time.monotonic(), load_average()
     bed = make_bed(engine or tiny_engine(scratch, 256, 4), made=engine is None, clock=clock)
@@ -98,11 +97,12 @@ def calibrate(
     commit = git_commit()
     described, waited, compared = manifest.read(bed.folder, trusted=False), None, list[beside.Beside]()
     with Monitor((described.device,), SAME) as watch:
-        kept, same_s = 0 if bed.reopen else 2, SAME_SHARE * budget_s
-        same = Trials(0.0, trials, same_params, same_s, watch.disturbed, kept)
-        opened = same if bed.reopen else Trials(0.0, openings, same_params, OPENINGS_SHARE * same_s, watch.disturbed, 1)
+        each = 1 if bed.reopen else math.ceil(trials / openings)
+        same = Trials(0.0, trials, same_params, SAME_SHARE * budget_s, watch.disturbed, each)
         each_s = POWER_SHARE * budget_s / len(DIFFERENCES)
-        power = [Trials(d, planted, planted_params, each_s, watch.disturbed, kept) for d in DIFFERENCES]
+        power = [
+            Trials(d, planted, planted_params, each_s, watch.disturbed, 1 if bed.reopen else None) for d in DIFFERENCES
+        ]
 
         def found(interrupted: bool = True) -> Calibration:
             return Calibration(
@@ -114,7 +114,7 @@ def calibrate(
                 clock=clock,
                 planted_clock=planted_clock,
                 reopened=bed.reopen,
-                openings=opened.openings(),
+                openings=same.openings(),
                 early=waited,
                 beside=compared,
                 same=same.tally(),
@@ -132,9 +132,6 @@ def calibrate(
             tell("other timers beside ours")
             compared = beside.side_by_side(larger.folder, larger.open, larger.pool, BESIDE_SHARE * budget_s, scratch)
             keep(found())
-            if opened is not same:
-                same.seconds -= opened.run(bed, tell)
-                keep(found())
             for part in (same, *power):
                 part.run(bed, tell)
                 keep(found())

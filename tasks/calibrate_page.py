@@ -53,7 +53,10 @@ def _conditions(found: Conditions | None) -> list[str]:
 
 
 def _same(found: Calibration) -> list[str]:
-    opened = "opened anew for each trial" if found.reopened else "opened once each, for all trials"
+    opened = "opened anew for each trial"
+    if not found.reopened and found.same:
+        pairs, trials = found.same.pairs, found.same.trials
+        opened = f"opened {pairs} times, for {trials / pairs:.3g} trials each, since that takes long"
     lines = [
         "## The same engine twice",
         "",
@@ -67,14 +70,13 @@ def _same(found: Calibration) -> list[str]:
     ]
     if found.same is None or found.alone is None:
         return [*lines, "Not reached.", ""]
-    shift = "" if found.reopened else " (a constant shift between the two openings is in every trial)"
-    rows = {"as a benchmark judges": found.same, f"by its rounds alone{shift}": found.alone}
+    rows = {"as a benchmark judges": found.same, "by its rounds alone": found.alone}
     told = f"At most {ALLOWED:.0%}: {_limit(found.same)}."
     if not found.reopened:
         told = (
-            "All trials are of one pair of openings, since opening takes long: they show what rounds do, and nothing "
-            "of how often another pair would differ by more than `reopen_sd` allows. For this pair, at most "
-            f"{ALLOWED:.0%}: {_limit(found.same)}."
+            "What openings differ by is in all trials of a pair: each pair counts as one. Verdicts came up in "
+            f"{found.same.told} of {found.same.pairs} pairs as a benchmark judges, in {found.alone.told} by their "
+            f"rounds alone. {told}"
         )
     return [
         *lines,
@@ -93,8 +95,9 @@ def _limit(tally: Tally) -> str:
         return "DOES NOT HOLD"
     if tally.share.high <= ALLOWED:
         return "holds, with the whole interval"
-    if tally.trials < ENOUGH:
-        return f"{tally.trials} trials are too few to say, {ENOUGH} would do"
+    if tally.pairs < ENOUGH:
+        what = "trials" if tally.pairs == tally.trials else "pairs of openings"
+        return f"{tally.pairs} {what} are too few to say, {ENOUGH} would do"
     return "holds" if tally.share.value <= ALLOWED else "not told: more were found, but the interval reaches below that"
 
 
@@ -110,17 +113,12 @@ def _openings(found: Calibration) -> list[str]:
     o, assumed = found.openings, SAME.reopen_sd
     if o is None:
         return [*lines, f"Not reached: {FEWEST} openings are needed.", ""]
-    if found.reopened:
-        how, about = "both opened anew for each", "differs from 1 by"
-    else:
-        how = "one opened anew for each, the other once, so that a constant shift between the two isn't in it"
-        about = "scatters about its mean by"
     covered = "is enough" if o.sd.high <= assumed else "may be too little" if o.sd.low <= assumed else "is TOO LITTLE"
     return [
         *lines,
-        f"The ratio of one engine's latencies in two openings in one process {about} {o.sd.value:.2%} "
+        f"The ratio of one engine's latencies in two openings in one process differs from 1 by {o.sd.value:.2%} "
         f"[{o.sd.low:.2%}, {o.sd.high:.2%}] (standard deviation, interval at 95 %), beyond the {o.noise:.2%} of "
-        f"noise that the rounds of one measurement tell (standard error, median): {o.trials} measurements, {how}. This "
+        f"noise that their rounds tell (standard error, median): {o.trials} pairs of openings. This "
         f"is what `benchmark.reopen_sd` stands for; {assumed:.1%}, assumed by default, {covered} for this engine here.",
         "",
     ]

@@ -92,36 +92,29 @@ def contrasts(plain: Sequence[Interval]) -> list[tuple[float, float]]:
     return told
 
 
-def spread(ratios: Sequence[float], errors: Sequence[float], kept: bool) -> Openings | None:
-    """The spread of openings behind `ratios` [trials], whose logarithms have the standard errors `errors`.
+def spread(ratios: Sequence[float], errors: Sequence[float]) -> Openings | None:
+    """The spread of openings behind `ratios` [pairs of openings], whose logarithms have the standard errors `errors`.
 
     The variance that has to be added to each error's for the weighted squares to sum up to their degrees of freedom
     (Paule and Mandel 1982, J. Res. NBS 87:377), within the interval of the Q-profile method (Viechtbauer 2007,
-    Statistics in Medicine 26:37); a noisy trial counts for little. If both engines were opened for each trial, it is
-    taken about a ratio of 1, so that a shift between the first and the second counts. If one was `kept` open
-    throughout, it is taken about the mean, and doubled, since only the other one varied: a shift isn't in it.
-    None for fewer than five.
+    Statistics in Medicine 26:37); a noisy one counts for little. It is taken about a ratio of 1, so that a shift
+    between the first and the second opening counts. None for fewer than five.
     """
     logs, own, n = np.log(np.asarray(ratios, float)), np.maximum(errors, LEAST_ERROR) ** 2, len(ratios)
     if n < FEWEST:
         return None
-    free = n - kept
 
     def variance(wanted: float) -> float:
         """The added variance at which the weighted sum of squares is as large as wanted, or 0."""
-        if _squares(0.0, logs, own, kept) <= wanted:
+        if _squares(0.0, logs, own) <= wanted:
             return 0.0
-        return float(brentq(lambda v: _squares(v, logs, own, kept) - wanted, 0.0, 1.0 + 10 * float(logs @ logs)))
+        return float(brentq(lambda v: _squares(v, logs, own) - wanted, 0.0, 1.0 + 10 * float(logs @ logs)))
 
     share = (1 - CONFIDENCE) / 2
-    low, value, high = (
-        float(np.sqrt((1 + kept) * variance(wanted))) for wanted in (chdtri(free, share), free, chdtri(free, 1 - share))
-    )
+    low, value, high = (float(np.sqrt(variance(wanted))) for wanted in (chdtri(n, share), n, chdtri(n, 1 - share)))
     return Openings(Interval(value, low, high), float(np.median(errors)), n)
 
 
-def _squares(added: float, logs: np.ndarray, own: np.ndarray, about_mean: bool) -> float:
-    """The squares of the logarithms [trials], each over its variance, about 0 or their weighted mean."""
-    weights = 1 / (own + added)
-    center = weights @ logs / weights.sum() if about_mean else 0.0
-    return float(weights @ (logs - center) ** 2)
+def _squares(added: float, logs: np.ndarray, own: np.ndarray) -> float:
+    """The squares of the logarithms [pairs], each over its variance."""
+    return float((logs**2 / (own + added)).sum())

@@ -78,7 +78,7 @@ def of_run(records: Mapping[str, Mapping[str, Any]]) -> dict[int, Scatter]:
                     found.setdefault(batch, {})[name] = logs
                     pairs.setdefault(batch, []).extend(contrasts(plain))
     return {
-        batch: _scatter(logs, spread([r for r, _ in pairs[batch]], [e for _, e in pairs[batch]], False))
+        batch: _scatter(logs, spread([r for r, _ in pairs[batch]], [e for _, e in pairs[batch]]))
         for batch, logs in found.items()
     }
 

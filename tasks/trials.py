@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,7 +29,8 @@ class Tally:
     """How many of `trials` measurements gave the verdict that was looked for, of the `asked`.
 
     `planted` is the share that one of the two engines was slowed by. The verdict is that this one is slower; where
-    nothing was planted, any. `share` has Wilson's interval at 95 %. `ratio` is the median of the ratios found,
+    nothing was planted, any. Trials were made of `pairs` of openings, of which `told` had such a verdict. `share` has
+    Wilson's interval at 95 %, a pair counting as one. `ratio` is the median of the ratios found,
     `rounds` the mean number of rounds; `busy` counts measurements that had to use disturbed windows.
     """
 
@@ -38,6 +38,8 @@ class Tally:
     asked: int
     trials: int
     verdicts: int
+    pairs: int
+    told: int
     share: Interval
     ratio: float
     rounds: float
@@ -90,8 +92,8 @@ class Bed:
 class Trials:
     """Measurements of an engine against itself, one of the two slowed by `planted`; they can be broken off.
 
-    Of the two sessions `kept` stay open for all trials; the others are opened anew for each. `alone` is what each
-    trial's rounds say with nothing added for openings (`reopen_sd` of 0).
+    Both are opened anew after `each` trials; never, where it is None. `alone` is what each trial's rounds say with
+    nothing added for openings (`reopen_sd` of 0); `pair` is the number of the pair of openings that it is of.
     """
 
     planted: float
@@ -99,40 +101,45 @@ class Trials:
     params: BenchmarkParams
     seconds: float
     disturbed: measure.Disturbed | None = None
-    kept: int = 0
+    each: int | None = 1
     right: list[bool] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)
     rounds: list[int] = field(default_factory=list)
     alone: list[Judged] = field(default_factory=list)
+    pair: list[int] = field(default_factory=list)
     busy: int = 0
     discarded: int = 0
 
     def run(self, bed: Bed, tell: Tell) -> float:
         """Make the trials, as far as the time allows, at least one; the seconds that it took."""
-        start = time.monotonic()
-        with ExitStack() as kept:
-            held = [kept.enter_context(bed.open()) for _ in range(self.kept)]
-            for done in range(1, self.asked + 1):
-                with ExitStack() as stack:
-                    self._trial(bed, held + [stack.enter_context(bed.open()) for _ in range(2 - self.kept)])
-                taken = time.monotonic() - start
-                if taken > self.seconds:
-                    break
-                if done % max(1, self.asked // 20) == 0:
-                    left = min(taken / done * (self.asked - done), self.seconds - taken)
-                    tell(f"{self.named}: {done} of {self.asked}, about {left:.0f} s left of this part")
+        start, done = time.monotonic(), 0
+        while done < self.asked:
+            with bed.open() as one, bed.open() as other:
+                for _ in range(min(self.each or self.asked, self.asked - done)):
+                    self._trial(bed, [one, other])
+                    self.pair.append(done // self.each if self.each else 0)
+                    done, taken = done + 1, time.monotonic() - start
+                    if taken > self.seconds:
+                        return taken
+                    if done % max(1, self.asked // 20) == 0:
+                        left = min(taken / done * (self.asked - done), self.seconds - taken)
+                        tell(f"{self.named}: {done} of {self.asked}, about {left:.0f} s left of this part")
         return time.monotonic() - start
 
     @property
     def named(self) -> str:
-        if self.planted:
-            return f"slowed by {self.planted:.0%}"
-        return "openings" if self.kept == 1 else "the same engine twice"
+        return f"slowed by {self.planted:.0%}" if self.planted else "the same engine twice"
 
     def openings(self) -> Openings | None:
-        """What the trials made so far tell of the openings; None for too few, or if none was opened anew."""
-        return spread(self.ratios, self.errors, self.kept == 1) if self.kept < 2 else None
+        """What the trials made so far tell of the openings, a pair's together; None for too few pairs."""
+        logs, errors = np.log(self.ratios), np.array(self.errors)
+        means = [(np.exp(logs[of].mean()), np.sqrt((errors[of] ** 2).sum()) / of.sum()) for of in self._pairs()]
+        return spread([float(ratio) for ratio, _ in means], [float(error) for _, error in means])
+
+    def _pairs(self) -> list[np.ndarray]:
+        """Of each pair of openings, which trials [trials] are of it."""
+        return [np.array(self.pair) == number for number in dict.fromkeys(self.pair)]
 
     def tally(self) -> Tally | None:
         """The trials made so far, None if there were none."""
@@ -146,12 +153,16 @@ class Trials:
     def _tally(self, right: list[bool], ratios: list[float], rounds: list[int]) -> Tally | None:
         if not right:
             return None
+        found = np.array(right, float)
+        by_pair = [found[of].mean() for of in self._pairs()]
         return Tally(
             planted=self.planted,
             asked=self.asked,
             trials=len(right),
             verdicts=sum(right),
-            share=mean_score(np.array(right, float), 0.95),
+            pairs=len(by_pair),
+            told=sum(share > 0 for share in by_pair),
+            share=mean_score(np.array(by_pair) if self.each else found, 0.95),
             ratio=float(np.median(ratios)),
             rounds=float(np.mean(rounds)),
             busy=self.busy,

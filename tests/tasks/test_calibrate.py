@@ -68,28 +68,40 @@ def counted(bed: Bed) -> tuple[Bed, list[int]]:
     return replace(bed, open=lambda: (opened.append(1), bed.open())[1]), opened
 
 
-@pytest.mark.parametrize(("kept", "opened"), [(0, 12), (1, 7), (2, 2)])
-def test_sessions_are_kept_open_or_opened_anew_for_each_trial(bed: Any, kept: int, opened: int) -> None:
+@pytest.mark.parametrize(("each", "pairs"), [(1, 6), (4, 2), (None, 1)])
+def test_sessions_are_opened_anew_after_so_many_trials_or_never(bed: Any, each: int | None, pairs: int) -> None:
     counting, calls = counted(bed)
-    trials = Trials(0.0, 6, QUICK, 60.0, kept=kept)
+    trials = Trials(0.0, 6, QUICK, 60.0, each=each)
     trials.run(counting, lambda _: None)
-    assert len(calls) == opened
-    found = trials.openings()
-    assert (found is None) == (kept == 2)
+    assert len(calls) == 2 * pairs
+    tally, found = trials.tally(), trials.openings()
+    assert tally and (tally.trials, tally.pairs) == (6, pairs)
+    assert (found is None) == (pairs < 5)
     assert all(error > 0 for error in trials.errors) and len(trials.errors) == 6
     if found:
         assert found.trials == 6 and found.sd.low <= found.sd.value <= found.sd.high
 
 
+def test_a_pair_of_openings_counts_as_one_whatever_the_number_of_its_trials() -> None:
+    trials = Trials(0.0, 6, QUICK, 60.0, each=3)
+    trials.right, trials.ratios, trials.rounds = [True, True, True, False, False, False], [1.1] * 3 + [1.0] * 3, [8] * 6
+    trials.pair = [0, 0, 0, 1, 1, 1]
+    tally = trials.tally()
+    assert tally and (tally.verdicts, tally.told, tally.pairs, tally.share.value) == (3, 1, 2, 0.5)
+    trials.each = None
+    alone = trials.tally()
+    assert alone and alone.share.high < tally.share.high
+
+
 def test_openings_that_differ_are_told_though_no_round_tells_them(bed: Any) -> None:
-    """Each opening is slower than the first by a share of its own, which all of its rounds have."""
-    shares = iter([0.0, 0.0, 3.0, 0.5, 2.0, 0.0, 4.0, 1.0])
+    """Each second opening is slower by a share of its own, which all of its rounds have."""
+    shares = iter([0.0, 0.0, 0.0, 3.0, 0.0, 0.5, 0.0, 2.0, 0.0, 0.0, 0.0, 4.0])
     with bed.open() as session:
-        trials = Trials(0.0, 7, QUICK, 60.0, kept=1)
+        trials = Trials(0.0, 12, QUICK, 60.0, each=2)
         trials.run(replace(bed, open=lambda: Slowed(session, next(shares))), lambda _: None)
     found = trials.openings()
-    assert found is not None
-    assert 0.3 < found.sd.value < 2
+    assert found is not None and found.trials == 6
+    assert 0.5 < found.sd.value < 3
 
 
 def test_a_runner_that_returns_early_is_timed_at_its_true_length() -> None:
@@ -131,7 +143,7 @@ def test_an_interruption_keeps_what_is_done(tmp_path: Path, quick: None, monkeyp
     assert "interrupted: what was found until then" in page(found)
 
 
-TALLY = Tally(0.0, 200, 200, 6, Interval(0.03, 0.014, 0.064), 1.0, 58.0, 0, 12)
+TALLY = Tally(0.0, 200, 200, 6, 200, 6, Interval(0.03, 0.014, 0.064), 1.0, 58.0, 0, 12)
 
 
 def test_the_page_says_whether_the_limit_holds(tmp_path: Path, quick: None) -> None:
@@ -150,7 +162,7 @@ def test_the_page_says_whether_the_limit_holds(tmp_path: Path, quick: None) -> N
     assert "150 of 200, no time for more" in page(replace(found, same=many))
     few = replace(TALLY, verdicts=0, share=Interval(0.0, 0.0, 0.041), trials=89)
     assert "At most 5%: holds, with the whole interval." in page(replace(found, same=few))
-    fewer = replace(few, share=Interval(0.0, 0.0, 0.088), trials=40)
+    fewer = replace(few, share=Interval(0.0, 0.0, 0.088), trials=40, pairs=40)
     assert "At most 5%: 40 trials are too few to say, 100 would do." in page(replace(found, same=fewer))
     never = replace(fewer, verdicts=40, share=Interval(1.0, 0.91, 1.0))
     assert "At most 5%: DOES NOT HOLD." in page(replace(found, same=never))
@@ -164,10 +176,14 @@ def test_the_page_has_the_same_trials_by_their_rounds_alone(tmp_path: Path, quic
     assert "By its rounds alone, at most 5%: holds." in text
     assert "a `reopen_sd` of 0" in text and "The two are opened anew for each trial." in text
     differ = replace(TALLY, verdicts=60, share=Interval(0.3, 0.24, 0.37))
-    once = page(replace(found, same=TALLY, alone=differ, reopened=False))
-    assert "| by its rounds alone (a constant shift between the two openings is in every trial) | 200 | 60 |" in once
+    pairs = {"pairs": 12, "told": 4}
+    once = page(replace(found, same=replace(TALLY, pairs=12, told=0), alone=replace(differ, **pairs), reopened=False))
     assert "By its rounds alone, at most 5%: DOES NOT HOLD: the two openings differ by more than the rounds'" in once
-    assert "All trials are of one pair of openings" in once and "For this pair, at most 5%: holds." in once
+    assert "opened 12 times, for 16.7 trials each" in once
+    assert (
+        "Verdicts came up in 0 of 12 pairs as a benchmark judges, in 4 by their rounds alone. At most 5%: 12 pairs"
+        in once
+    )
     assert "At most 5%: holds." in text
 
 
@@ -229,17 +245,17 @@ def test_the_page_holds_the_openings_against_what_is_assumed(
     assert f"0.7%, assumed by default, {told} for this engine here" in text
 
 
-def test_an_engine_slow_to_open_has_a_part_for_its_openings(
+def test_an_engine_slow_to_open_is_opened_anew_for_several_trials(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trials_module, "QUICK_OPEN_S", 0.0)
-    monkeypatch.setattr(module, "OPENINGS_SHARE", 100.0)  # No end but the number asked for.
-    said: list[str] = []
-    found = calibrate(1, 1, None, 20.0, tmp_path, said.append, openings=5)
+    monkeypatch.setattr(module, "SAME_SHARE", 100.0)  # No end but the number asked for.
+    found = calibrate(10, 1, None, 2.0, tmp_path, lambda _: None, openings=5)
     assert not found.reopened
+    assert found.same is not None and (found.same.trials, found.same.pairs) == (10, 5)
     assert found.openings is not None and found.openings.trials == 5
-    assert "5 measurements, one opened anew for each, the other once, so that a constant shift" in page(found)
-    assert any(line.startswith("openings: ") for line in said)
+    text = page(found)
+    assert "opened 5 times, for 2 trials each" in text and "5 pairs of openings are too few to say" in text
 
 
 def test_a_clock_that_the_engine_does_not_have_is_said_before_anything_is_measured(
