@@ -53,7 +53,9 @@ def calibrate(
     quick: Annotated[bool, typer.Option("--quick", help="20 trials, 5 of each difference, one minute.")] = False,
     budget_s: Annotated[float, typer.Option(help="Seconds for all; parts that take longer make fewer.", min=1)] = 540,
     engine: Annotated[Path | None, typer.Option(help="An engine's folder; a tiny one is made without.")] = None,
-    openings: Annotated[int, typer.Option(help="Pairs of openings for all trials, if opening takes over 0.1 s.", min=5)] = 12,
+    openings: Annotated[
+        int, typer.Option(help="Pairs of openings for all trials, if opening takes over 0.1 s.", min=5)
+    ] = 12,
     clock: Clock = "host",
     write: Annotated[
         Path | None, typer.Option(help="Write the page to this file after each part; it is printed too.")
