@@ -26,7 +26,7 @@ VARIANT_KEYS = {
     "speedup_at", "throughput_at", "size_bytes", "evidence", "verdict", "reasons", "mlflow_run_id", "engine_sha256",
     "test_sha256", "clock", "energy_mj", "energy_net_mj", "energy_reason", "energy_disturbed", "memory_bytes",
     "host_peak_bytes", "device_peak_bytes", "activation_bytes", "load_s", "first_inference_s", "plaster", "roofline",
-    "transfer", "latency_bounds_ms", "throughput_bounds",
+    "transfer", "conditions", "latency_bounds_ms", "throughput_bounds",
 }  # fmt: skip
 
 
