@@ -187,15 +187,14 @@ def _workload_faults(raw: dict[str, Any], evaluate: EvaluateParams | None, model
         found += metric_faults(name, q, named, metrics)
     timing = _part(raw, "benchmark", BenchmarkParams)
     longest = max(axes(workload).values(), default=None)
-    if timing and timing.length is not None and (longest is None or timing.length > longest):
-        expected = f"at most {longest}" if longest else "nothing, since the workload has no dynamic axis"
-        found.append(f"benchmark.length: got {timing.length}, expected {expected}: lower it or leave it out")
-    for name, build in _valid(raw, "build", BuildParams):
-        if build.opt_length is not None and (longest is None or build.opt_length > longest):
-            expected = f"at most {longest}" if longest else "nothing, since the workload has no dynamic axis"
-            found.append(
-                f"build.{name}.opt_length: got {build.opt_length}, expected {expected}: lower it or leave it out"
-            )
+    lengths = {"benchmark.length": timing.length} if timing else {}
+    lengths |= {f"build.{name}.opt_length": build.opt_length for name, build in _valid(raw, "build", BuildParams)}
+    expected = f"at most {longest}" if longest else "nothing, since the workload has no dynamic axis"
+    found += [
+        f"{key}: got {length}, expected {expected}: lower it or leave it out"
+        for key, length in lengths.items()
+        if length is not None and (longest is None or length > longest)
+    ]
     if evaluate is None or evaluate.metric in metrics:
         return found
     return [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tasks.gpu_state import HARMLESS
+from tasks.monitor import slowing
 
 
 def rows(summary: dict[str, Any]) -> list[str]:
@@ -43,8 +43,8 @@ def _gpu(raw: dict[str, Any]) -> list[str]:
 
 
 def _throttled(raw: dict[str, Any]) -> str:
-    if raw["reasons"] is None:
+    reasons = slowing(raw)
+    if reasons is None:
         return "–"
     held = [f"{limit} {ms / 1e3:.1f} s" for limit, ms in (raw["held_back_ms"] or {}).items() if ms]
-    reasons = [reason for reason in raw["reasons"] if reason not in HARMLESS]
     return ", ".join([*reasons, *held]) or "never"

@@ -233,13 +233,18 @@ def lines(raw: Mapping[str, Any]) -> list[str]:
     return [f"CPU: {', '.join(cpu)}", f"{raw['gpu_name']}: {', '.join(_gpu_words(raw))}"]
 
 
+def slowing(raw: Mapping[str, Any]) -> list[str] | None:
+    """The reasons for lower clocks in conditions' JSON form that slow what is measured; None if they aren't known."""
+    return None if raw["reasons"] is None else [reason for reason in raw["reasons"] if reason not in HARMLESS]
+
+
 def _gpu_words(raw: Mapping[str, Any]) -> list[str]:
     def span(key: str, unit: str) -> str:
         found = raw[key]
         return f"{key.split('_')[0]} not told" if found is None else f"{found[0]:.0f} to {found[1]:.0f} {unit}"
 
     limit = _at(raw, "gpu", "power_limit_w")
-    reasons = [r for r in raw["reasons"] or () if r not in HARMLESS]
+    reasons = slowing(raw)
     held = [f"{limit} {ms:.0f} ms" for limit, ms in (raw["held_back_ms"] or {}).items() if ms]
     others = "other processes not told" if raw["others"] is None else f"{raw['others']} other processes"
     busy = f", the busiest {raw['others_busy']:.0%}" if raw["others_busy"] else ""
@@ -248,7 +253,7 @@ def _gpu_words(raw: Mapping[str, Any]) -> list[str]:
         f"memory {span('memory_mhz', 'MHz')}",
         span("temperature_c", "°C"),
         span("power_w", "W") + (f" of {limit:.0f} W allowed" if limit else ""),
-        "throttling not told" if raw["reasons"] is None else f"throttled: {', '.join(reasons) or 'never'}",
+        "throttling not told" if reasons is None else f"throttled: {', '.join(reasons) or 'never'}",
         *([f"held back by {' and '.join(held)} of {raw['seconds'] * 1e3:.0f}"] if held else []),
         others + busy,
     ]

@@ -44,7 +44,7 @@ def maker(model: onnx.ModelProto, scratch: Path, inputs: Arrays, params: Quantiz
         raise
     names = list(_scales(placed))
     _check_known(names, ready)
-    used = _scales(without(placed, set(alone), ready))
+    used = _scales(without(placed, set(alone), ready)) if alone else names
     values = observe(ready, names, inputs, params.batch, params.calibration)
     grid = Grid(params.format)
     ranges = {n: choose(v, params.calibration, grid, params.percentile) for n, v in values.items()}

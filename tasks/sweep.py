@@ -135,10 +135,14 @@ def sweep(
     )
 
 
+def fit(points: Sequence[Point], limit: float | None) -> list[Point]:
+    """The undisturbed points; under a limit, those of them that are known to keep it."""
+    return [point for point in points if not point.disturbed and (limit is None or point.within)]
+
+
 def best(points: Sequence[Point], limit: float | None) -> Point | None:
-    """The undisturbed point with the most throughput; under a limit, of those that are known to keep it."""
-    fit = [point for point in points if not point.disturbed and (limit is None or point.within)]
-    return max(fit, key=lambda point: point.throughput_per_s.value, default=None)
+    """The point with the most throughput among those that are `fit`."""
+    return max(fit(points, limit), key=lambda point: point.throughput_per_s.value, default=None)
 
 
 def rate(values: np.ndarray, confidence: float) -> Interval:

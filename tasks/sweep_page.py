@@ -10,7 +10,7 @@ from rich.table import Table
 
 from tasks import monitor
 from tasks.clustered import in_two_lines
-from tasks.sweep import JUDGED, Point, Sweep
+from tasks.sweep import JUDGED, Point, Sweep, fit
 
 PALETTE = ("#0969da", "#1a7f37", "#bf8700", "#cf222e", "#8250df", "#57606a")
 RIVALS = 4
@@ -47,11 +47,8 @@ def verdict(found: Sweep) -> str:
         return f"{found.engine}: no undisturbed point is known to have p{JUDGED} within {found.max_latency_ms:g} ms"
     b = found.best
     t = b.throughput_per_s
-    alike = [
-        p
-        for p in found.points
-        if p is not b and p.throughput_per_s.high >= t.low and (p.within or not limit) and not p.disturbed
-    ]
+    fitting = fit(found.points, found.max_latency_ms)
+    alike = [p for p in fitting if p is not b and p.throughput_per_s.high >= t.low]
     named = [f"batch {p.batch} in {p.streams}" for p in sorted(alike, key=lambda p: -p.throughput_per_s.value)]
     rivals = ", ".join(named[:RIVALS]) + (f" and {len(named) - RIVALS} more" if len(named) > RIVALS else "")
     return (

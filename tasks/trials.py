@@ -93,7 +93,7 @@ class Trials:
     """Measurements of an engine against itself, one of the two slowed by `planted`; they can be broken off.
 
     Both are opened anew after `each` trials; never, where it is None. `alone` is what each trial's rounds say with
-    nothing added for openings (`reopen_sd` of 0); `pair` is the number of the pair of openings that it is of.
+    nothing added for openings (`reopen_sd` of 0).
     """
 
     planted: float
@@ -107,7 +107,6 @@ class Trials:
     errors: list[float] = field(default_factory=list)
     rounds: list[int] = field(default_factory=list)
     alone: list[Judged] = field(default_factory=list)
-    pair: list[int] = field(default_factory=list)
     busy: int = 0
     discarded: int = 0
 
@@ -118,7 +117,6 @@ class Trials:
             with bed.open() as one, bed.open() as other:
                 for _ in range(min(self.each or self.asked, self.asked - done)):
                     self._trial(bed, [one, other])
-                    self.pair.append(done // self.each if self.each else 0)
                     done, taken = done + 1, time.monotonic() - start
                     if taken > self.seconds:
                         return taken
@@ -133,13 +131,16 @@ class Trials:
 
     def openings(self) -> Openings | None:
         """What the trials made so far tell of the openings, a pair's together; None for too few pairs."""
-        logs, errors = np.log(self.ratios), np.array(self.errors)
-        means = [(np.exp(logs[of].mean()), np.sqrt((errors[of] ** 2).sum()) / of.sum()) for of in self._pairs()]
+        errors = np.array(self.errors)
+        logs = np.log(self.ratios[: len(errors)])
+        pairs = self._pairs(len(errors))
+        means = [(np.exp(logs[of].mean()), np.sqrt((errors[of] ** 2).mean() / len(errors[of]))) for of in pairs]
         return spread([float(ratio) for ratio, _ in means], [float(error) for _, error in means])
 
-    def _pairs(self) -> list[np.ndarray]:
-        """Of each pair of openings, which trials [trials] are of it."""
-        return [np.array(self.pair) == number for number in dict.fromkeys(self.pair)]
+    def _pairs(self, trials: int) -> list[slice]:
+        """Of each pair of openings, which of the trials are of it."""
+        each = self.each or max(1, trials)
+        return [slice(first, first + each) for first in range(0, trials, each)]
 
     def tally(self) -> Tally | None:
         """The trials made so far, None if there were none."""
@@ -154,7 +155,7 @@ class Trials:
         if not right:
             return None
         found = np.array(right, float)
-        by_pair = [found[of].mean() for of in self._pairs()]
+        by_pair = [found[of].mean() for of in self._pairs(len(found))]
         return Tally(
             planted=self.planted,
             asked=self.asked,

@@ -85,7 +85,6 @@ def test_sessions_are_opened_anew_after_so_many_trials_or_never(bed: Any, each: 
 def test_a_pair_of_openings_counts_as_one_whatever_the_number_of_its_trials() -> None:
     trials = Trials(0.0, 6, QUICK, 60.0, each=3)
     trials.right, trials.ratios, trials.rounds = [True, True, True, False, False, False], [1.1] * 3 + [1.0] * 3, [8] * 6
-    trials.pair = [0, 0, 0, 1, 1, 1]
     tally = trials.tally()
     assert tally and (tally.verdicts, tally.told, tally.pairs, tally.share.value) == (3, 1, 2, 0.5)
     trials.each = None
