@@ -113,7 +113,7 @@ def end_group(child: subprocess.Popen[bytes]) -> None:
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log that isn't empty, or ""."""
+    """The last line of a log that says anything, so not a table's border, or ""."""
     try:
         with log.open("rb") as stream:
             stream.seek(0, os.SEEK_END)
@@ -121,7 +121,7 @@ def last_line(log: Path) -> str:
             lines = stream.read().decode(errors="replace").replace("\r", "\n").splitlines()
     except OSError:
         return ""
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return next((line.strip() for line in reversed(lines) if any(map(str.isalnum, line))), "")
 
 
 def _signal(child: subprocess.Popen[bytes], number: signal.Signals) -> None:

@@ -135,3 +135,8 @@ def test_last_line_skips_blanks_and_progress_bars(tmp_path: Path) -> None:
     (tmp_path / "log").write_bytes(b"first\n10%\r20%\r\n\n")
     assert last_line(tmp_path / "log") == "20%"
     assert last_line(tmp_path / "missing") == ""
+
+
+def test_the_border_of_a_table_is_no_last_line(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("probing\n┌──────┐\n└──────┘\n")
+    assert last_line(tmp_path / "log") == "probing"
