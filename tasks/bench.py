@@ -21,10 +21,13 @@ from tasks.engines.protocol import open_engine
 from tasks.errors import Fault
 from tasks.gates import shown
 from tasks.manifest import Manifest, TensorSpec
-from tasks.monitor import Conditions, Monitor, lines
+from tasks.monitor import Conditions, Monitor, lines, merged
+from tasks.openings import bounds_of, latency_of
+from tasks.reopening import Plan, again, share
 from tasks.settings import BenchmarkParams
 from tasks.stats import Interval
-from tasks.timing import Timing, unusable
+from tasks.timing import Timing
+from tasks.together import Together
 from tasks.workloads.protocol import Arrays
 
 SAMPLES = 64
@@ -48,12 +51,12 @@ class Environment:
 
 @dataclass(frozen=True)
 class Row:
-    """One engine: its timing, and how many times the first one's speed it has."""
+    """One engine: its timing in each opening, and how many times the first one's speed it has."""
 
     engine: str
     backend: str
     engine_sha256: str
-    timing: Timing
+    timings: list[Timing]
     ratio: Interval | None
     verdict: str
 
@@ -62,8 +65,8 @@ class Row:
 class BenchReport:
     """Engines timed in common rounds; `confidence` is that of all ratios together.
 
-    Each engine was opened once: ratios allow for openings that differ by `reopen_sd`. `data` is "random", or the name
-    of the file the inputs came from.
+    All were opened as often as each row has timings: ratios allow for openings that differ by `reopen_sd`, or by what
+    they were seen to. `data` is "random", or the name of the file the inputs came from.
     """
 
     rows: list[Row]
@@ -81,9 +84,9 @@ def bench(
 ) -> BenchReport:
     """Time the engines in `folders` on the inputs of an .npz file, or on random ones.
 
-    `reopen_sd` stands in for the one of `params`; None is 0.034 for engines on a GPU, where kernels are chosen at each
-    opening.
-    An interruption (Ctrl-C) ends the rounds, and what was measured until then is returned. Raises Fault for engines
+    They are opened `params.openings` times, each after the first in a process of its own. `reopen_sd` stands in for the
+    one of `params`; see `allowed_for`. An interruption (Ctrl-C) ends the rounds of the first opening, or drops a later
+    one, and what was measured until then is returned. Raises Fault for engines
     that don't take the same inputs, or not that batch, and for inputs that don't fit them; Unavailable for one that
     can't run here.
     """
@@ -92,24 +95,41 @@ def bench(
     _require_alike(described, params.batch)
     first = described[names[0]]
     inputs = measure.inputs_of(first.inputs, _inputs(first, data, params.length), params.length)
-    on_gpu = any(one.device == "cuda" for one in described.values())
-    assumed = reopen_sd if reopen_sd is not None else REOPEN_SD_ON_GPU if on_gpu else params.reopen_sd
+    assumed = allowed_for(list(described.values()), params, reopen_sd)
     params = params.model_copy(update={"reopen_sd": assumed})
-    before, interrupted = measure.load_average(), False
+    before, interrupted, family = measure.load_average(), False, max(1, len(names) - 1)
+    plan = Plan(dict(zip(names, folders, strict=True)), inputs, [share(params)], family)
     with ExitStack() as stack:
         sessions = {n: stack.enter_context(open_engine(f)) for n, f in zip(names, folders, strict=True)}
         watch = stack.enter_context(Monitor([session.device for session in sessions.values()], params))
-        family = max(1, len(names) - 1)
-        measured = measure.Measurement(sessions, inputs, params, family=family, disturbed=watch.disturbed)
+        measured = measure.Measurement(sessions, inputs, plan.batches[0], family=family, disturbed=watch.disturbed)
         try:
             measured.run()
         except KeyboardInterrupt:
             interrupted = True
-        timings, conditions = measured.timings(), watch.conditions()
-    rows = [_row(name, described[name], timings, names[0], params) for name in names]
+        openings, conditions = [measured.timings()], [watch.conditions()]
+    if not interrupted:
+        try:
+            for (timings,), seen in again(plan):
+                openings.append(timings)
+                conditions.append(seen)
+        except KeyboardInterrupt:
+            interrupted = True
+    together = Together(openings, params.confidence, assumed, judged=family)
+    rows = [_row(name, described[name], together, names[0]) for name in names]
     source = data.name if data else "random"
-    around = environment((before, measure.load_average()), conditions)
+    around = environment((before, measure.load_average()), merged(conditions))
     return BenchReport(rows, params.batch, params.clock, source, params.confidence, assumed, interrupted, around)
+
+
+def allowed_for(engines: Sequence[Manifest], params: BenchmarkParams, reopen_sd: float | None = None) -> float:
+    """The `reopen_sd` asked for; else 0.034 with an engine on a GPU, where kernels are chosen at each opening.
+
+    For others it is that of `params`.
+    """
+    if reopen_sd is not None:
+        return reopen_sd
+    return REOPEN_SD_ON_GPU if any(one.device == "cuda" for one in engines) else params.reopen_sd
 
 
 def environment(load: tuple[float, float], conditions: Conditions | None = None) -> Environment:
@@ -123,17 +143,21 @@ def show(report: BenchReport, console: Console) -> None:
     """Print a report as a table, with its environment below."""
     table = Table("engine", "backend", "p50 ms", "p90 ms", "p99 ms", "calls", "thrown away", "speed", "verdict")
     for row in report.rows:
-        t = row.timing
-        cells = (in_two_lines(getattr(t, key), t.bounds.get(key), 4) for key in ("p50", "p90", "p99"))
+        told, bounds = latency_of(row.timings), bounds_of(row.timings)
+        cells = (in_two_lines(told[key], bounds.get(key), 4) for key in ("p50", "p90", "p99"))
+        thrown = sum(sum(timing.discarded.values()) for timing in row.timings)
         gain = shown("speedup", row.ratio) if row.ratio else "1"
-        table.add_row(row.engine, row.backend, *cells, str(t.n), str(sum(t.discarded.values())), gain, row.verdict)
+        calls = sum(timing.n for timing in row.timings)
+        table.add_row(row.engine, row.backend, *cells, str(calls), str(thrown), gain, row.verdict)
     console.print(table)
-    e, rounds = report.environment, len(report.rows[0].timing.medians)
+    e, timings = report.environment, report.rows[0].timings
+    rounds = " + ".join(str(len(timing.medians)) for timing in timings)
+    opened = "each engine was opened once" if len(timings) == 1 else f"opened {len(timings)} times"
     console.print(
         f"batch {report.batch}, {report.data} inputs, the {report.clock}'s clock, {rounds} rounds"
         f"{', interrupted' if report.interrupted else ''}; speed is the first engine's time over this one's, "
         f"all intervals together at {report.confidence:.0%}, allowing for openings that differ by "
-        f"{report.reopen_sd:.1%} (--reopen-sd): each engine was opened once",
+        f"{report.reopen_sd:.1%} (--reopen-sd): {opened}",
         f"{e.target_id} ({e.name}), {e.system}, Python {e.python}",
         *(lines(asdict(e.conditions)) if e.conditions else []),
         sep="\n",
@@ -204,18 +228,17 @@ def _told(described: Manifest) -> str:
     return ", ".join(f"{i.name} {i.dtype} {i.shape}" for i in described.inputs)
 
 
-def _row(name: str, described: Manifest, timings: dict[str, Timing], first: str, params: BenchmarkParams) -> Row:
-    timing, family = timings[name], max(1, len(timings) - 1)
-    why = unusable([timing], params.confidence, family)
+def _row(name: str, described: Manifest, together: Together, first: str) -> Row:
+    own, why = [timings[name] for timings in together.openings], together.unusable(name)
     if name == first:
         gain, verdict = None, f"unstable: {why}" if why else "the first"
     else:
-        gain = measure.speedup(timings, name, first, params.confidence, family)
+        gain = together.gain(name, first)
         told = "faster" if gain.low > 1 else "slower" if gain.high < 1 else "not told apart"
-        odd = unusable([timings[first]], params.confidence, family)
+        odd = together.unusable(first)
         why = why or (f"{first}: {odd}" if odd else None)
         verdict = f"unstable: {why}" if why else told
-    return Row(name, described.backend, described.engine_sha256, timing, gain, verdict)
+    return Row(name, described.backend, described.engine_sha256, own, gain, verdict)
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

@@ -98,12 +98,14 @@ def benchmark(source: Path, baseline: Path, data: Path, params: BenchmarkParams,
         watch = stack.enter_context(Monitor((engine.device, against.device), params))
         metered = energy.prepare(engine.device, watch.card, params)
         batches = each_batch(params)
-        plan = Plan({"engine": source, "baseline": baseline}, data, [share(p) for p in batches], family)
+        plan = Plan(
+            {"engine": source, "baseline": baseline}, data / "validation.npz", [share(p) for p in batches], family
+        )
         first = timed(plan, {"engine": engine, "baseline": against}, inputs, watch)
         moved = transfer.of(engine, inputs, params, watch.disturbed)
         taken = energy.of(engine, inputs, params, metered, watch.disturbed)
         conditions = watch.conditions()
-    further = again(plan)
+    further = list(again(plan))
     found = [[Opening.of(timings) for timings in opening] for opening in (first, *(told for told, _ in further))]
     at, *also = (_judged(list(each), p, family) for each, p in zip(zip(*found, strict=True), batches, strict=True))
     return BenchmarkReport(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from tasks import beside, manifest
-from tasks.bench import Environment, environment
+from tasks.bench import Environment, allowed_for, environment
 from tasks.disturbance import Host, load_average
 from tasks.monitor import Monitor
 from tasks.openings import Openings
@@ -24,7 +23,7 @@ from tasks.trials import Tally, Tell, Trials, make_bed
 
 DIFFERENCES = (0.02, 0.05, 0.10)
 EARLY_MS = 5.0
-# The rounds are those of a benchmark by default; windows are shorter, so that many trials fit in.
+# Openings and rounds are those of a benchmark by default; windows are shorter, so that many trials fit in.
 SAME = BenchmarkParams(window_ms=5, warmup_ms=10)
 PLANTED = BenchmarkParams(window_ms=20, warmup_ms=20)
 SAME_SHARE, POWER_SHARE, BESIDE_SHARE = 0.5, 0.37, 0.08
@@ -44,11 +43,11 @@ class EarlyReport:
 class Calibration:
     """What was found; a part that wasn't reached is missing.
 
-    `reopened` says that each trial opened the engine anew, so that what differs between two openings of it, such as
-    where its memory lies, counts as chance. `openings` is how much that is. `clock` is the one that the same engine
-    was timed by; `planted_clock` that of what is planted: the same, or the host's where PyTorch reaches no GPU.
-    `same` and `alone` are of the same trials: as a benchmark judges, and by their rounds alone. `libraries` are the
-    versions of those that were imported.
+    `settings` are those that the same engine was timed with: each trial is of so many `openings`, which allow for
+    `reopen_sd`. `reopened` says that each has openings of its own, so that what differs between two, such as where
+    memory lies, counts as chance. `openings` is how much that is. `planted_clock` is that of what is planted: the one
+    of `settings`, or the host's where PyTorch reaches no GPU. `same` and `alone` are of the same trials: as a benchmark
+    judges, and opening by opening by their rounds alone. `libraries` are the versions of those that were imported.
     """
 
     engine: str
@@ -56,7 +55,7 @@ class Calibration:
     engine_sha256: str
     commit: str | None
     libraries: dict[str, str]
-    clock: str
+    settings: BenchmarkParams
     planted_clock: str
     reopened: bool
     openings: Openings | None
@@ -78,31 +77,33 @@ def calibrate(
     scratch: Path,
     tell: Tell,
     *,
-    openings: int = 12,
+    openings: int = SAME.openings,
+    anew: int = 36,
+    reopen_sd: float | None = None,
     clock: str = "host",
     keep: Callable[[Calibration], None] = lambda found: None,
 ) -> Calibration:
     """Make all parts within about `budget_s`: `trials` of the same engine twice, `planted` of each difference.
 
-    Without `engine`, tiny ones for ONNX Runtime on the CPU are built in `scratch`. One that takes long to open is
-    opened anew `openings` times, and not for each trial; for what is planted once. An interruption (Ctrl-C) ends it,
-    and what was found until then is returned; `keep` gets that after each part. `clock` is `host` or `device`; Fault is
-    raised if the engine has none of that kind.
+    Without `engine`, tiny ones for ONNX Runtime on the CPU are built in `scratch`. Each trial is of so many
+    `openings`. An engine that takes long to open is opened in `anew` pairs at most, and not anew for each trial; for
+    what is planted in `openings` pairs. `reopen_sd` is what trials allow for, by default as `bench` does. An
+    interruption (Ctrl-C) ends it, and what was found until then is returned; `keep` gets that after each part. `clock`
+    is `host` or `device`; Fault is raised if the engine has none of that kind.
     """
     start, load = time.monotonic(), load_average()
     bed = make_bed(engine or tiny_engine(scratch, 256, 4), made=engine is None, clock=clock)
     planted_clock = clock if clock == "host" or spins() else "host"
-    same_params = SAME.model_copy(update={"clock": clock})
-    planted_params = PLANTED.model_copy(update={"clock": planted_clock})
-    commit = git_commit()
     described, waited, compared = manifest.read(bed.folder, trusted=False), None, list[beside.Beside]()
+    judged = {"openings": openings, "reopen_sd": allowed_for([described], SAME, reopen_sd)}
+    same_params = SAME.model_copy(update={"clock": clock, **judged})
+    planted_params = PLANTED.model_copy(update={"clock": planted_clock, **judged})
+    commit = git_commit()
     with Monitor((described.device,), SAME) as watch:
-        each = 1 if bed.reopen else math.ceil(trials / openings)
-        same = Trials(0.0, trials, same_params, SAME_SHARE * budget_s, watch.disturbed, each)
+        groups = None if bed.reopen else max(1, anew // openings)
+        same = Trials(0.0, trials, same_params, SAME_SHARE * budget_s, watch.disturbed, groups)
         each_s = POWER_SHARE * budget_s / len(DIFFERENCES)
-        power = [
-            Trials(d, planted, planted_params, each_s, watch.disturbed, 1 if bed.reopen else None) for d in DIFFERENCES
-        ]
+        power = [Trials(d, planted, planted_params, each_s, watch.disturbed, groups and 1) for d in DIFFERENCES]
 
         def found(interrupted: bool = True) -> Calibration:
             return Calibration(
@@ -111,7 +112,7 @@ def calibrate(
                 engine_sha256=described.engine_sha256,
                 commit=commit,
                 libraries=_versions(),
-                clock=clock,
+                settings=same_params,
                 planted_clock=planted_clock,
                 reopened=bed.reopen,
                 openings=same.openings(),

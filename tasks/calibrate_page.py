@@ -6,9 +6,10 @@ from dataclasses import asdict
 
 from tasks import monitor
 from tasks.beside import BARE, NO, OPEN, WITHIN, YES, Beside
-from tasks.calibrate import PLANTED, SAME, Calibration
+from tasks.calibrate import PLANTED, Calibration
 from tasks.monitor import Conditions
 from tasks.openings import FEWEST
+from tasks.reopening import share
 from tasks.trials import Tally
 
 ALLOWED = 0.05
@@ -53,30 +54,32 @@ def _conditions(found: Conditions | None) -> list[str]:
 
 
 def _same(found: Calibration) -> list[str]:
-    opened = "opened anew for each trial"
+    s = share(found.settings)
+    each = "once for each trial, as with `openings: 1`" if s.openings == 1 else f"{s.openings} times for each trial"
+    opened = f"opened {each}, in one process"
     if not found.reopened and found.same:
-        pairs, trials = found.same.pairs, found.same.trials
-        opened = f"opened {pairs} times, for {trials / pairs:.3g} trials each, since that takes long"
+        groups, trials = found.same.groups, found.same.trials
+        opened += f"; since that takes long, {trials / groups:.3g} trials have each {s.openings} in common"
     lines = [
         "## The same engine twice",
         "",
         f"The two are {opened}. Any verdict on the engine is a false one; at most {ALLOWED:.0%} may be, whatever the "
-        f"stopping rule did: {SAME.rounds} to {SAME.max_rounds} rounds, windows of {SAME.window_ms:g} ms, the "
-        f"{found.clock}'s clock. A benchmark's intervals, here and below, allow for openings that differ by "
-        f"{SAME.reopen_sd:.1%} (`reopen_sd`). The second row judges the same rounds with a `reopen_sd` of 0, up to the "
-        "look that would have ended them: that tests the rounds' own intervals. It may exceed "
+        f"stopping rule did: {s.rounds} to {s.max_rounds} rounds an opening, windows of {s.window_ms:g} ms, the "
+        f"{s.clock}'s clock. Intervals, here and below, allow for openings that differ by {s.reopen_sd:.1%} "
+        f"(`reopen_sd`){_seen(s.openings)}. The second row judges each opening with nothing allowed for others, up to "
+        "the look that would have ended it: that tests the rounds' own intervals. It may exceed "
         f"{ALLOWED:.0%} where the two openings really differ, which their rounds are right to tell.",
         "",
     ]
     if found.same is None or found.alone is None:
         return [*lines, "Not reached.", ""]
-    rows = {"as a benchmark judges": found.same, "by its rounds alone": found.alone}
+    rows = {"as a benchmark judges": found.same, "each opening by its rounds alone": found.alone}
     told = f"At most {ALLOWED:.0%}: {_limit(found.same)}."
     if not found.reopened:
         told = (
-            "What openings differ by is in all trials of a pair: each pair counts as one. Verdicts came up in "
-            f"{found.same.told} of {found.same.pairs} pairs as a benchmark judges, in {found.alone.told} by their "
-            f"rounds alone. {told}"
+            "What openings differ by is in all trials that have them in common: these count as one. Verdicts came up "
+            f"in {found.same.told} of {found.same.groups} such groups as a benchmark judges, in {found.alone.told} of "
+            f"{found.alone.groups} pairs of openings by their rounds alone. {told}"
         )
     return [
         *lines,
@@ -84,7 +87,7 @@ def _same(found: Calibration) -> list[str]:
         "",
         told,
         "",
-        f"By its rounds alone, at most {ALLOWED:.0%}: {_limit(found.alone)}{_meaning(found.alone)}.",
+        f"By the rounds alone, at most {ALLOWED:.0%}: {_limit(found.alone)}{_meaning(found.alone)}.",
         "",
     ]
 
@@ -95,9 +98,9 @@ def _limit(tally: Tally) -> str:
         return "DOES NOT HOLD"
     if tally.share.high <= ALLOWED:
         return "holds, with the whole interval"
-    if tally.pairs < ENOUGH:
-        what = "trials" if tally.pairs == tally.trials else "pairs of openings"
-        return f"{tally.pairs} {what} are too few to say, {ENOUGH} would do"
+    if tally.groups < ENOUGH:
+        what = "trials" if tally.groups == tally.trials else "groups of trials"
+        return f"{tally.groups} {what} are too few to say, {ENOUGH} would do"
     return "holds" if tally.share.value <= ALLOWED else "not told: more were found, but the interval reaches below that"
 
 
@@ -110,7 +113,7 @@ def _meaning(alone: Tally) -> str:
 def _openings(found: Calibration) -> list[str]:
     """How far openings differ, beside what is assumed."""
     lines = ["## Openings of one engine", ""]
-    o, assumed = found.openings, SAME.reopen_sd
+    o, assumed = found.openings, found.settings.reopen_sd
     if o is None:
         return [*lines, f"Not reached: {FEWEST} openings are needed.", ""]
     covered = "is enough" if o.sd.high <= assumed else "may be too little" if o.sd.low <= assumed else "is TOO LITTLE"
@@ -119,9 +122,14 @@ def _openings(found: Calibration) -> list[str]:
         f"The ratio of one engine's latencies in two openings in one process differs from 1 by {o.sd.value:.2%} "
         f"[{o.sd.low:.2%}, {o.sd.high:.2%}] (standard deviation, interval at 95 %), beyond the {o.noise:.2%} of "
         f"noise that their rounds tell (standard error, median): {o.trials} pairs of openings. This "
-        f"is what `benchmark.reopen_sd` stands for; {assumed:.1%}, assumed by default, {covered} for this engine here.",
+        f"is what `benchmark.reopen_sd` stands for; {assumed:.1%}, assumed here, {covered} for this engine"
+        + ("." if found.settings.openings == 1 else ", but for what several openings show themselves."),
         "",
     ]
+
+
+def _seen(openings: int) -> str:
+    return "" if openings == 1 else f", or for what the {openings} of a trial scatter by, if that is more"
 
 
 def _power(found: Calibration) -> list[str]:
@@ -134,13 +142,13 @@ def _power(found: Calibration) -> list[str]:
         )
     else:
         how = "One of the two waits, busily, for a known share of each call, by the host's clock."
-        how += " PyTorch reaches no GPU here, so not by the device's." if found.clock == "device" else ""
+        how += " PyTorch reaches no GPU here, so not by the device's." if found.settings.clock == "device" else ""
+    s = share(PLANTED.model_copy(update={"openings": found.settings.openings}))
     lines = [
         "## Planted differences",
         "",
-        f"{how} The share of measurements that find it slower: "
-        f"{PLANTED.rounds} to {PLANTED.max_rounds} rounds, windows of {PLANTED.window_ms:g} ms, a third of a "
-        "benchmark's, so that a benchmark finds rather more.",
+        f"{how} The share of measurements that find it slower: {s.rounds} to {s.max_rounds} rounds an opening, windows "
+        f"of {s.window_ms:g} ms, a third of a benchmark's, so that a benchmark finds rather more.",
         "",
     ]
     rows = {f"{tally.planted:.0%}": tally for tally in found.power}

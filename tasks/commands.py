@@ -15,6 +15,16 @@ from tasks.files import atomic, read_json, write_json
 from tasks.settings import BenchmarkParams
 
 Clock = Annotated[str, typer.Option(help="host: a call as seen from here; device: the GPU's own time.")]
+Openings = Annotated[int, typer.Option(help="Times that each measurement opens its engines.", min=1, max=20)]
+ReopenSd = Annotated[
+    float | None,
+    typer.Option(
+        help="How far two openings of an engine differ (standard deviation of their ratio). "
+        "[default: 0.007, on a GPU 0.034]",
+        min=0,
+        max=0.5,
+    ),
+]
 
 
 def bench(
@@ -24,22 +34,16 @@ def bench(
     length: Annotated[int | None, typer.Option(help="Entries along a dynamic axis.", min=1)] = None,
     budget_s: Annotated[float, typer.Option(help="Seconds for each engine after the first.", min=0.1)] = 8.0,
     clock: Clock = "host",
-    reopen_sd: Annotated[
-        float | None,
-        typer.Option(
-            help="How far two openings of an engine differ (standard deviation of their ratio). "
-            "[default: 0.007, on a GPU 0.034]",
-            min=0,
-            max=0.5,
-        ),
-    ] = None,
+    openings: Openings = 3,
+    reopen_sd: ReopenSd = None,
     json: Annotated[Path | None, typer.Option(help="Write the report to this file as well.")] = None,
 ) -> None:
     """Compare engine folders directly, in common rounds, outside the pipeline. Ctrl-C prints what was measured."""
     _check_clock(clock)
     from tasks import bench as module
 
-    settings = BenchmarkParams.model_validate({"batch": batch, "length": length, "budget_s": budget_s, "clock": clock})
+    asked = {"batch": batch, "length": length, "budget_s": budget_s, "clock": clock, "openings": openings}
+    settings = BenchmarkParams.model_validate(asked)
     with machine.hold(True):
         report = module.bench(engines, data, settings, reopen_sd)
     module.show(report, _console())
@@ -53,9 +57,11 @@ def calibrate(
     quick: Annotated[bool, typer.Option("--quick", help="20 trials, 5 of each difference, one minute.")] = False,
     budget_s: Annotated[float, typer.Option(help="Seconds for all; parts that take longer make fewer.", min=1)] = 540,
     engine: Annotated[Path | None, typer.Option(help="An engine's folder; a tiny one is made without.")] = None,
-    openings: Annotated[
+    openings: Openings = 3,
+    anew: Annotated[
         int, typer.Option(help="Pairs of openings for all trials, if opening takes over 0.1 s.", min=5)
-    ] = 12,
+    ] = 36,
+    reopen_sd: ReopenSd = None,
     clock: Clock = "host",
     write: Annotated[
         Path | None, typer.Option(help="Write the page to this file after each part; it is printed too.")
@@ -76,7 +82,17 @@ def calibrate(
 
     with machine.hold(True), tempfile.TemporaryDirectory() as scratch:
         found = module.calibrate(
-            trials, planted, engine, budget_s, Path(scratch), _tell, openings=openings, clock=clock, keep=keep
+            trials,
+            planted,
+            engine,
+            budget_s,
+            Path(scratch),
+            _tell,
+            openings=openings,
+            anew=anew,
+            reopen_sd=reopen_sd,
+            clock=clock,
+            keep=keep,
         )
     keep(found)
     print(calibrate_page.page(found), end="")

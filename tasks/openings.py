@@ -12,7 +12,7 @@ from scipy.optimize import brentq
 from scipy.special import chdtri
 
 from tasks.stats import Interval, log_error
-from tasks.timing import Opening, restored
+from tasks.timing import Opening, Timing, restored
 
 FEWEST, CONFIDENCE = 5, 0.95
 RATE = "throughput_per_s"
@@ -39,11 +39,15 @@ def of_record(timed: Mapping[str, Any]) -> list[Opening]:
 
 
 def latency(timed: Mapping[str, Any]) -> dict[str, float | int | None]:
-    """Milliseconds over the openings: the mean of their medians (geometric), the highest of their other percentiles.
+    """Milliseconds over the openings in a benchmark's report, or what it holds of another batch; see `latency_of`."""
+    return latency_of([opening.timing for opening in of_record(timed)])
+
+
+def latency_of(timings: Sequence[Timing]) -> dict[str, float | int | None]:
+    """Milliseconds over an engine's openings: the mean of their medians (geometric), the highest other percentiles.
 
     A percentile that one of them has too few calls for is None; `n` is the fewest calls of an opening.
     """
-    timings = [opening.timing for opening in of_record(timed)]
     p50, p90, p99 = ([getattr(t, key) for t in timings] for key in ("p50", "p90", "p99"))
     return {
         "p50": None if None in p50 else _mean(p50),
@@ -60,12 +64,18 @@ def throughput(timed: Mapping[str, Any]) -> float:
 
 
 def bounds(timed: Mapping[str, Any]) -> dict[str, Interval]:
+    """Intervals over the openings in a benchmark's report, or what it holds of another batch; see `bounds_of`."""
+    return bounds_of([opening.timing for opening in of_record(timed)])
+
+
+def bounds_of(timings: Sequence[Timing]) -> dict[str, Interval]:
     """Intervals of p50, p90, p99 and `throughput_per_s`, by name: from the lowest end of an opening's to the highest.
 
     So each holds what every opening took, and the mean of all. One that some opening doesn't know isn't given.
     """
-    found, told = [opening.timing.bounds for opening in of_record(timed)], latency(timed)
-    values = {**{key: told[key] for key in ("p50", "p90", "p99")}, RATE: throughput(timed)}
+    found, told = [timing.bounds for timing in timings], latency_of(timings)
+    rate = _mean([timing.throughput_per_s for timing in timings])
+    values = {**{key: told[key] for key in ("p50", "p90", "p99")}, RATE: rate}
     return {
         key: Interval(value, min(one[key].low for one in found), max(one[key].high for one in found))
         for key, value in values.items()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -27,14 +28,14 @@ Opened = tuple[list[Timings], Conditions]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is timed in common rounds: the engine folders by name, the folder of the data, and how, batch by batch.
+    """What is timed in common rounds: the engine folders by name, the inputs or their .npz file, how, batch by batch.
 
     Inputs are those that the first of them takes. With `turned`, the last is opened first. `family` and `fastest` are
     `measure.Measurement`'s.
     """
 
     folders: dict[str, Path]
-    data: Path
+    data: Path | Arrays
     batches: list[BenchmarkParams]
     family: int = 1
     fastest: bool = False
@@ -43,7 +44,7 @@ class Plan:
 
 def opened(plan: Plan) -> Opened:
     """The engines opened here: their timings at every batch, and the conditions."""
-    samples = read(plan.data / "validation.npz")
+    samples = read(plan.data) if isinstance(plan.data, Path) else plan.data
     with ExitStack() as stack:
         order = reversed(plan.folders.items()) if plan.turned else plan.folders.items()
         sessions = {name: stack.enter_context(open_engine(folder)) for name, folder in order}
@@ -66,26 +67,28 @@ def timed(plan: Plan, sessions: Mapping[str, Session], inputs: Arrays, watch: Mo
     return found
 
 
-def again(plan: Plan) -> list[Opened]:
-    """The second opening and those after it, each in a new process.
+def again(plan: Plan) -> Iterator[Opened]:
+    """The second opening and those after it, each in a new process, once it is asked for.
 
     A process keeps what it has chosen once, such as kernels and places in memory: a new one chooses anew. Every other
     opens the engines the other way round, so that what the order does, falls on all. Raises Fault if one dies, and what
     it raised.
     """
-    found, openings = [], plan.batches[0].openings
+    openings = plan.batches[0].openings
     for number in range(2, openings + 1):
         print(f"opening {number} of {openings}", flush=True)
         seeded = [params.model_copy(update={"seed": params.seed + number}) for params in plan.batches]
-        found.append(_apart(replace(plan, batches=seeded, turned=number % 2 == 0)))
-    return found
+        yield _apart(replace(plan, batches=seeded, turned=number % 2 == 0))
 
 
 def all_openings(
     folders: dict[str, Path], data: Path, params: BenchmarkParams, family: int = 1, fastest: bool = False
 ) -> tuple[list[Timings], Conditions]:
-    """The timings at `params.batch` of as many openings as a benchmark has, the first of them here; see `Plan`."""
-    plan = Plan(folders, data, [share(params.model_copy(update={"also": ()}))], family, fastest)
+    """The timings at `params.batch` of as many openings as a benchmark has, the first of them here; see `Plan`.
+
+    Inputs are the validation split in the folder `data`.
+    """
+    plan = Plan(folders, data / "validation.npz", [share(params.model_copy(update={"also": ()}))], family, fastest)
     found = [opened(plan), *again(plan)]
     return [timings for (timings,), _ in found], merged([seen for _, seen in found])
 
@@ -129,6 +132,7 @@ def _apart(plan: Plan) -> Opened:
 
 def _answer(question: Connection, parent: int, plan: Plan) -> None:
     machine.die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent's Ctrl-C kills it.
     warnings.simplefilter("ignore")
     try:
         question.send(opened(plan))

@@ -93,7 +93,7 @@ class BenchmarkParams(Settings):
     warmup_ms: Rate = 300.0
     max_width: Fraction = 0.1
     budget_s: Rate = 8.0
-    openings: Annotated[Whole, Field(ge=1, le=20)] = 1
+    openings: Annotated[Whole, Field(ge=1, le=20)] = 3
     reopen_sd: Annotated[Number, Field(ge=0, lt=1)] = 0.007
     max_lost: Rate = 0.1
     min_clock: Fraction = 0.9

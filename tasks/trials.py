@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,13 +15,16 @@ from tasks.bench import random_inputs
 from tasks.engines.protocol import Session, backend, open_engine
 from tasks.openings import Openings, spread
 from tasks.planted import slowed
+from tasks.reopening import Timings, share
 from tasks.settings import BenchmarkParams
 from tasks.stats import Interval, log_error, mean_score, ratio
 from tasks.target import last_level_cache_bytes
-from tasks.timing import make_pool, relative_width
+from tasks.timing import Opening, make_pool, relative_width, too_few
+from tasks.together import Together
 from tasks.workloads.protocol import Arrays
 
 QUICK_OPEN_S = 0.1
+PLAIN, SLOWED = "plain", "slowed"
 Tell = Callable[[str], None]
 
 
@@ -29,16 +33,16 @@ class Tally:
     """How many of `trials` measurements gave the verdict that was looked for, of the `asked`.
 
     `planted` is the share that one of the two engines was slowed by. The verdict is that this one is slower; where
-    nothing was planted, any. Trials were made of `pairs` of openings, of which `told` had such a verdict. `share` has
-    Wilson's interval at 95 %, a pair counting as one. `ratio` is the median of the ratios found,
-    `rounds` the mean number of rounds; `busy` counts measurements that had to use disturbed windows.
+    nothing was planted, any. Trials share their openings with others, or don't: they were made of `groups`, of which
+    `told` had such a verdict. `share` has Wilson's interval at 95 %, a group counting as one. `ratio` is the median of
+    the ratios found, `rounds` the mean number of rounds; `busy` counts measurements that had to use disturbed windows.
     """
 
     planted: float
     asked: int
     trials: int
     verdicts: int
-    pairs: int
+    groups: int
     told: int
     share: Interval
     ratio: float
@@ -49,28 +53,28 @@ class Tally:
 
 @dataclass(frozen=True)
 class Judged:
-    """What a measurement says: whether that is a verdict, the ratio, and the number of rounds at which it ends."""
+    """What a measurement says: whether that is a verdict, the ratio, and the number of rounds it took."""
 
     clear: bool
     ratio: Interval
     rounds: int
 
 
-def judged(
-    slow: Sequence[float],
-    fast: Sequence[float],
-    looks: Sequence[int],
-    horizon: int,
-    params: BenchmarkParams,
-    reopen_sd: float,
-) -> Judged:
-    """What a benchmark with this `reopen_sd` says of paired medians [rounds]: at the first look that ends it.
+def judged(openings: Sequence[Timings], params: BenchmarkParams) -> Judged:
+    """What `bench` says of these: one opening by its looks, several by what they scatter by, too."""
+    found = Together(openings, params.confidence, params.reopen_sd)
+    gain, fast = found.gain(PLAIN, SLOWED), [timings[PLAIN] for timings in openings]
+    enough = too_few(fast, params.confidence) is None
+    return Judged(enough and (gain.low > 1 or gain.high < 1), gain, sum(len(timing.medians) for timing in fast))
 
-    `looks` are those of a measurement that allowed for as much or more, and so ended at this one's end or later.
-    """
+
+def by_rounds(timings: Timings, params: BenchmarkParams) -> Judged:
+    """What one opening says with nothing added for others: at the first look that would have ended it."""
+    slow, fast = timings[SLOWED].medians, timings[PLAIN].medians
+    looks, horizon = timings[PLAIN].looks, timings[PLAIN].horizon
     for place, n in enumerate(looks, 1):
         until, so_far = looks[:place], (slow[:n], fast[:n])
-        gain = sequential.speedup(*so_far, until, horizon, params.confidence, reopen_sd=reopen_sd)
+        gain = sequential.speedup(*so_far, until, horizon, params.confidence)
         clear = sequential.clear(gain, n, sequential.confidence_at(until, horizon, params.confidence))
         width = relative_width(ratio(np.array(fast[:n]), np.array(slow[:n]), params.confidence))
         if clear and width <= params.max_width:
@@ -92,8 +96,8 @@ class Bed:
 class Trials:
     """Measurements of an engine against itself, one of the two slowed by `planted`; they can be broken off.
 
-    Both are opened anew after `each` trials; never, where it is None. `alone` is what each trial's rounds say with
-    nothing added for openings (`reopen_sd` of 0).
+    Each is of `params.openings` pairs of sessions. Every one has pairs of its own; or, where `groups` is given, shares
+    them with the others of its group, so that all trials take no more than that many times as many pairs.
     """
 
     planted: float
@@ -101,96 +105,104 @@ class Trials:
     params: BenchmarkParams
     seconds: float
     disturbed: measure.Disturbed | None = None
-    each: int | None = 1
-    right: list[bool] = field(default_factory=list)
-    ratios: list[float] = field(default_factory=list)
-    errors: list[float] = field(default_factory=list)
-    rounds: list[int] = field(default_factory=list)
-    alone: list[Judged] = field(default_factory=list)
-    busy: int = 0
-    discarded: int = 0
+    groups: int | None = None
+    made: list[list[list[Timings]]] = field(default_factory=list)
 
     def run(self, bed: Bed, tell: Tell) -> float:
         """Make the trials, as far as the time allows, at least one; the seconds that it took."""
-        start, done = time.monotonic(), 0
-        while done < self.asked:
-            with bed.open() as one, bed.open() as other:
-                for _ in range(min(self.each or self.asked, self.asked - done)):
-                    self._trial(bed, [one, other])
-                    done, taken = done + 1, time.monotonic() - start
-                    if taken > self.seconds:
-                        return taken
-                    if done % max(1, self.asked // 20) == 0:
-                        left = min(taken / done * (self.asked - done), self.seconds - taken)
-                        tell(f"{self.named}: {done} of {self.asked}, about {left:.0f} s left of this part")
+        start, each = time.monotonic(), self.params.openings
+        groups = min(self.groups or self.asked, self.asked)
+        for group in range(groups):
+            self.made.append([])
+            wanted = math.ceil((self.asked - self.trials) / (groups - group))
+            for opening in range(each):
+                # A pair's share of the time: what one takes longer, those after it have less.
+                until = start + self.seconds * (group * each + opening + 1) / (groups * each)
+                self.made[-1].append([])
+                self._pair(bed, opening, wanted, until)
+            taken = time.monotonic() - start
+            if taken > self.seconds:
+                break
+            if (group + 1) % max(1, groups // 20) == 0:
+                left = min(taken / (group + 1) * (groups - group - 1), self.seconds - taken)
+                tell(f"{self.named}: {self.trials} of {self.asked}, about {left:.0f} s left of this part")
         return time.monotonic() - start
+
+    def _pair(self, bed: Bed, opening: int, wanted: int, until: float) -> None:
+        """One pair of openings, measured as often as is wanted, or for the time there is, at least once."""
+        with bed.open() as one, bed.open() as other:
+            pair = (one, other) if (len(self.made) + opening) % 2 else (other, one)
+            for _ in range(wanted):
+                self.made[-1][-1].append(self._measured(bed, pair))
+                if time.monotonic() > until:
+                    break
 
     @property
     def named(self) -> str:
         return f"slowed by {self.planted:.0%}" if self.planted else "the same engine twice"
 
+    @property
+    def trials(self) -> int:
+        """How many were made whole."""
+        return sum(len(group) for group in self._whole())
+
+    def _whole(self) -> list[list[tuple[Timings, ...]]]:
+        """By group, the trials that all of their openings were made for: the timings of each opening."""
+        full = [group for group in self.made if len(group) == self.params.openings]
+        return [whole for group in full if (whole := list(zip(*group, strict=False)))]
+
     def openings(self) -> Openings | None:
         """What the trials made so far tell of the openings, a pair's together; None for too few pairs."""
-        errors = np.array(self.errors)
-        logs = np.log(self.ratios[: len(errors)])
-        pairs = self._pairs(len(errors))
-        means = [(np.exp(logs[of].mean()), np.sqrt((errors[of] ** 2).mean() / len(errors[of]))) for of in pairs]
-        return spread([float(ratio) for ratio, _ in means], [float(error) for _, error in means])
-
-    def _pairs(self, trials: int) -> list[slice]:
-        """Of each pair of openings, which of the trials are of it."""
-        each = self.each or max(1, trials)
-        return [slice(first, first + each) for first in range(0, trials, each)]
+        confidence, pairs = self.params.confidence, []
+        for told in (pair for group in self.made for pair in group if pair):
+            plain = [Opening.of(timings, PLAIN, SLOWED).plain().speedup(confidence) for timings in told]
+            errors = [log_error(found, confidence) for found in plain]
+            middle = np.exp(np.mean(np.log([found.value for found in plain])))
+            pairs.append((float(middle), float(np.sqrt(np.mean(np.square(errors)) / len(errors)))))
+        return spread([ratio for ratio, _ in pairs], [error for _, error in pairs])
 
     def tally(self) -> Tally | None:
-        """The trials made so far, None if there were none."""
-        return self._tally(self.right, self.ratios, self.rounds)
+        """The trials made so far, judged as a benchmark does; None if there were none."""
+        return self._tally([[judged(trial, self.params) for trial in group] for group in self._whole()], self.asked)
 
     def tally_alone(self) -> Tally | None:
-        """The same trials, judged by their rounds alone."""
-        alone = self.alone
-        return self._tally([self._right(j) for j in alone], [j.ratio.value for j in alone], [j.rounds for j in alone])
+        """The openings of these trials, each judged by its rounds alone."""
+        pairs = [[trial[n] for trial in group] for group in self._whole() for n in range(self.params.openings)]
+        asked = self.asked * self.params.openings
+        return self._tally([[by_rounds(timings, self.params) for timings in pair] for pair in pairs], asked)
 
-    def _tally(self, right: list[bool], ratios: list[float], rounds: list[int]) -> Tally | None:
-        if not right:
+    def _tally(self, groups: list[list[Judged]], asked: int) -> Tally | None:
+        if not groups:
             return None
-        found = np.array(right, float)
-        by_pair = [found[of].mean() for of in self._pairs(len(found))]
+        right = [[self._right(found) for found in group] for group in groups]
+        of = [found for group in groups for found in group]
+        shares = np.array([np.mean(group) for group in right], float)
+        single = self.groups == 1 and len(groups) == 1
+        trials = [trial for group in self._whole() for trial in group]
         return Tally(
             planted=self.planted,
-            asked=self.asked,
-            trials=len(right),
-            verdicts=sum(right),
-            pairs=len(by_pair),
-            told=sum(share > 0 for share in by_pair),
-            share=mean_score(np.array(by_pair) if self.each else found, 0.95),
-            ratio=float(np.median(ratios)),
-            rounds=float(np.mean(rounds)),
-            busy=self.busy,
-            discarded=self.discarded,
+            asked=asked,
+            trials=len(of),
+            verdicts=sum(map(sum, right)),
+            groups=len(groups),
+            told=int((shares > 0).sum()),
+            share=mean_score(np.array(right[0], float) if single else shares, 0.95),
+            ratio=float(np.median([found.ratio.value for found in of])),
+            rounds=float(np.mean([found.rounds for found in of])),
+            busy=sum(any(opening[PLAIN].busy for opening in trial) for trial in trials),
+            discarded=sum(sum(t.discarded.values()) for trial in trials for opening in trial for t in opening.values()),
         )
 
-    def _trial(self, bed: Bed, pair: list[Session]) -> None:
-        params = self.params.model_copy(update={"seed": len(self.right)})
-        sessions: dict[str, Session] = {"plain": pair[0], "slowed": pair[1]}
+    def _measured(self, bed: Bed, pair: tuple[Session, Session]) -> Timings:
+        seed = sum(len(told) for group in self.made for told in group)
+        params = share(self.params).model_copy(update={"seed": seed})
+        sessions: dict[str, Session] = {PLAIN: pair[0], SLOWED: pair[1]}
         if self.planted:
-            shares = {"plain": 0.0, "slowed": self.planted}
+            shares = {PLAIN: 0.0, SLOWED: self.planted}
             sessions = {n: slowed(s, shares[n], params.clock) for n, s in sessions.items()}
         measured = measure.Measurement(sessions, bed.pool, params, disturbed=self.disturbed)
         measured.run(tell=False)
-        timings = measured.timings()
-        fast, slow = timings["plain"], timings["slowed"]
-        padded, alone = (
-            judged(slow.medians, fast.medians, fast.looks, fast.horizon, params, sd) for sd in (params.reopen_sd, 0.0)
-        )
-        plain = ratio(np.array(fast.medians), np.array(slow.medians), params.confidence)
-        self.right.append(self._right(padded))
-        self.alone.append(alone)
-        self.ratios.append(padded.ratio.value)
-        self.errors.append(log_error(plain, params.confidence))
-        self.rounds.append(padded.rounds)
-        self.busy += bool(timings["plain"].busy)
-        self.discarded += sum(sum(t.discarded.values()) for t in timings.values())
+        return measured.timings()
 
     def _right(self, found: Judged) -> bool:
         return found.clear and (found.ratio.low > 1 or not self.planted)

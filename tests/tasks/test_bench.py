@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import pytest
 from rich.console import Console
 
 from tasks import __main__ as command
-from tasks import commands, manifest, measure
-from tasks.bench import bench, random_inputs, show
+from tasks import commands, manifest, measure, reopening
+from tasks.bench import allowed_for, bench, random_inputs, show
 from tasks.errors import Fault
 from tasks.files import read_json
 from tasks.planted import tiny_engine
 from tasks.settings import BenchmarkParams
 from tasks.target import fingerprint
+from tasks.together import Together
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def params() -> Any:
-    quick = {"rounds": 8, "max_rounds": 10, "window_ms": 3, "warmup_ms": 10, "max_lost": 1000}
+    quick = {"openings": 1, "rounds": 8, "max_rounds": 10, "window_ms": 3, "warmup_ms": 10, "max_lost": 1000}
     return lambda **changes: BenchmarkParams.model_validate({**quick, **changes})
 
 
@@ -63,7 +65,7 @@ def test_a_reference_that_had_not_settled_gives_no_verdict(
 
 def test_one_engine_alone_is_timed(engines: dict[str, Path], params: Any) -> None:
     (row,) = bench([engines["small"]], None, params(batch=4)).rows
-    assert (row.timing.batch, row.ratio) == (4, None)
+    assert ([timing.batch for timing in row.timings], row.ratio) == ([4], None)
 
 
 def test_the_same_engine_twice_has_two_names(engines: dict[str, Path], params: Any) -> None:
@@ -116,7 +118,7 @@ def test_an_interruption_keeps_what_was_measured(
     monkeypatch.setattr(measure.Measurement, "round", interrupted)
     report = bench([engines["small"], engines["deep"]], None, params())
     assert report.interrupted
-    assert {len(row.timing.medians) for row in report.rows} == {3}
+    assert [[len(timing.medians) for timing in row.timings] for row in report.rows] == [[3], [3]]
     assert report.rows[1].verdict.startswith("unstable: 3 rounds can't give an interval")
     show(report, Console(width=160))
     assert "interrupted" in capsys.readouterr().out
@@ -147,7 +149,8 @@ def test_the_command_prints_a_table_and_writes_json(
     monkeypatch.setattr(commands, "BenchmarkParams", Quick)
     out = tmp_path / "bench.json"
     folders = [str(engines["small"]), str(engines["deep"])]
-    monkeypatch.setattr(sys, "argv", ["tasks", "bench", *folders, "--budget-s", "0.5", "--json", str(out)])
+    asked = ["--budget-s", "0.5", "--openings", "1", "--json", str(out)]
+    monkeypatch.setattr(sys, "argv", ["tasks", "bench", *folders, *asked])
     monkeypatch.setattr(command.signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit) as exited:
         command.main()
@@ -176,3 +179,49 @@ def test_openings_are_allowed_for_as_far_as_assumed(engines: dict[str, Path], pa
     assert wide.rows[1].ratio.high > 1.3 * wide.rows[1].ratio.value
     show(wide, Console(width=160))
     assert "openings that differ by 20.0% (--reopen-sd)" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "allowed"), [("cpu", None, 0.007), ("cuda", None, 0.034), ("cuda", 0.0, 0.0)]
+)
+def test_more_is_allowed_for_openings_on_a_gpu(
+    engines: dict[str, Path], params: Any, device: str, asked: float | None, allowed: float
+) -> None:
+    described = replace(manifest.read(engines["small"], trusted=False), device=device)
+    assert allowed_for([manifest.read(engines["deep"], trusted=False), described], params(), asked) == allowed
+
+
+@pytest.fixture
+def artifacts(artifact: Any) -> list[Path]:
+    """Engines that another process opens, too: their backend and signature are of the line."""
+    return [artifact("base-eager"), artifact("base-ort")]
+
+
+def test_engines_are_opened_anew_in_processes_of_their_own(artifacts: list[Path], params: Any, capsys: Any) -> None:
+    report = bench(artifacts, None, params(openings=3))
+    assert [len(row.timings) for row in report.rows] == [3, 3]
+    first, second = report.rows
+    assert len({timing.medians for timing in first.timings}) == 3
+    openings = [{"first": a, "other": b} for a, b in zip(first.timings, second.timings, strict=True)]
+    assert second.ratio == Together(openings, 0.95, 0.007).gain("other", "first")
+    assert report.environment.conditions is not None
+    show(report, Console(width=160))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "opened 3 times" in printed and "the host's clock, 8 + 8 + 8 rounds" in printed
+
+
+def test_an_interruption_drops_the_opening_it_comes_in_and_keeps_the_others(
+    artifacts: list[Path], params: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart, opened = reopening._apart, []
+
+    def interrupted(plan: reopening.Plan) -> reopening.Opened:
+        opened.append(plan)
+        if len(opened) == 2:
+            raise KeyboardInterrupt
+        return apart(plan)
+
+    monkeypatch.setattr(reopening, "_apart", interrupted)
+    report = bench(artifacts, None, params(openings=3))
+    assert report.interrupted
+    assert [len(row.timings) for row in report.rows] == [2, 2]

@@ -77,7 +77,9 @@ def test_the_report_names_the_machine(line: Path, name: str) -> None:
 
 
 def test_the_baseline_against_itself_is_near_one(artifact: Any, data_folder: Path) -> None:
-    params = BenchmarkParams(rounds=12, max_rounds=12, window_ms=10, warmup_ms=20, max_width=0.9, max_lost=1000)
+    params = BenchmarkParams(
+        openings=1, rounds=12, max_rounds=12, window_ms=10, warmup_ms=20, max_width=0.9, max_lost=1000
+    )
     gain = benchmark(artifact("base-eager"), artifact("base-eager"), data_folder, params).speedup
     assert gain is not None
     assert 0.7 < gain.value < 1.4
@@ -132,7 +134,9 @@ def test_disturbed_rounds_are_no_measurement() -> None:
 
 
 def test_too_few_rounds_for_so_many_engines_are_no_measurement(artifact: Any, data_folder: Path) -> None:
-    params = BenchmarkParams(rounds=8, max_rounds=8, window_ms=2, warmup_ms=20, max_width=0.99, max_lost=1000)
+    params = BenchmarkParams(
+        openings=1, rounds=8, max_rounds=8, window_ms=2, warmup_ms=20, max_width=0.99, max_lost=1000
+    )
     report = benchmark(artifact("base-ort"), artifact("base-eager"), data_folder, params, family=20)
     assert report.unstable is not None
     told = ("8 rounds can't give an interval of confidence 99.750%", "settle", "wide")
@@ -171,7 +175,7 @@ def test_further_openings_are_made_in_processes_of_their_own(
 
 
 def plan(engine: Path, baseline: Path, data: Path, params: BenchmarkParams) -> reopening.Plan:
-    return reopening.Plan({"engine": engine, "baseline": baseline}, data, [params])
+    return reopening.Plan({"engine": engine, "baseline": baseline}, data / "validation.npz", [params])
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -202,13 +206,13 @@ class Deadly:
 def test_a_process_that_dies_as_it_opens_an_engine_is_a_fault(artifact: Any, data_folder: Path) -> None:
     deadly: Any = Deadly()
     with pytest.raises(Fault, match="a process that opened base-ort, base-eager again died"):
-        reopening.again(plan(deadly, artifact("base-eager"), data_folder, BenchmarkParams(openings=2)))
+        list(reopening.again(plan(deadly, artifact("base-eager"), data_folder, BenchmarkParams(openings=2))))
 
 
 def test_what_is_wrong_in_another_process_is_said_as_in_this_one(artifact: Any, data_folder: Path) -> None:
     by_device = BenchmarkParams(openings=2, clock="device")
     with pytest.raises(Fault, match="device needs engines that run on a GPU") as caught:
-        reopening.again(plan(artifact("base-ort"), artifact("base-eager"), data_folder, by_device))
+        list(reopening.again(plan(artifact("base-ort"), artifact("base-eager"), data_folder, by_device)))
     assert str(caught.value.do).startswith("set benchmark.clock to host")
 
 
@@ -216,7 +220,7 @@ def test_the_process_of_an_opening_ends_with_the_one_that_started_it(
     artifact: Any, data_folder: Path, tmp_path: Path
 ) -> None:
     long = BenchmarkParams(openings=2, rounds=20, window_ms=5000, budget_s=600)
-    folders = [str(folder) for folder in (artifact("base-ort"), artifact("base-eager"), data_folder)]
+    folders = [str(folder) for folder in (artifact("base-ort"), artifact("base-eager"), data_folder / "validation.npz")]
     program = f"""
 import pathlib, sys
 from tasks import reopening
@@ -224,7 +228,7 @@ from tasks.settings import BenchmarkParams
 if __name__ == "__main__":
     params = BenchmarkParams.model_validate_json({long.model_dump_json()!r})
     engine, baseline, data = map(pathlib.Path, {folders!r})
-    reopening.again(reopening.Plan({{"engine": engine, "baseline": baseline}}, data, [params]))
+    list(reopening.again(reopening.Plan({{"engine": engine, "baseline": baseline}}, data, [params])))
 """
     (tmp_path / "program.py").write_text(program)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -258,7 +262,7 @@ def within(seconds: float, found: Callable[[], Any]) -> Any:
 
 
 def test_openings_share_the_rounds_and_what_the_mean_may_be_wide() -> None:
-    params = BenchmarkParams(rounds=30, max_rounds=60, budget_s=9)
+    params = BenchmarkParams(openings=1, rounds=30, max_rounds=60, budget_s=9)
     assert reopening.share(params) == params
     each = reopening.share(params.model_copy(update={"openings": 4}))
     assert (each.rounds, each.max_rounds, each.budget_s, each.max_width) == (8, 15, 9 / 4, 2 * params.max_width)

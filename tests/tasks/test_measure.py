@@ -43,7 +43,15 @@ class Sleeper:
 def params() -> Any:
     return lambda **changes: BenchmarkParams(
         **{
-            **{"rounds": 8, "max_rounds": 8, "window_ms": 6, "warmup_ms": 5, "max_width": 0.99, "max_lost": 1000},
+            **{
+                "openings": 1,
+                "rounds": 8,
+                "max_rounds": 8,
+                "window_ms": 6,
+                "warmup_ms": 5,
+                "max_width": 0.99,
+                "max_lost": 1000,
+            },
             **changes,
         }
     )

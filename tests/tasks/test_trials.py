@@ -11,10 +11,12 @@ import pytest
 
 from tasks.measure import Measurement
 from tasks.planted import Slowed
+from tasks.reopening import Timings
 from tasks.settings import BenchmarkParams
-from tasks.trials import Bed, Trials, judged
+from tasks.timing import Opening, Timing
+from tasks.trials import Bed, Trials, by_rounds, judged
 
-PARAMS = BenchmarkParams()
+PARAMS = BenchmarkParams(openings=1)
 LOOKS = tuple(range(20, 61, 5))
 
 
@@ -25,30 +27,57 @@ def rounds(shift: float, noise: float, seed: int = 0, n: int = 60) -> tuple[list
     return list((1 + shift) * drawn[0]), list(drawn[1])
 
 
+def opened(pair: tuple[list[float], list[float]], looks: tuple[int, ...] = LOOKS) -> Timings:
+    """What one opening of both gave."""
+    slow, fast = (
+        Timing(1, "host", None, None, None, 1.0, len(ms), 1.0, True, tuple(ms), looks, 60, PARAMS.reopen_sd)
+        for ms in pair
+    )
+    return {"slowed": slow, "plain": fast}
+
+
 def test_openings_that_differ_are_a_verdict_of_the_rounds_alone() -> None:
-    pair = rounds(shift=0.005, noise=0.001)
-    padded, alone = (judged(*pair, LOOKS, 60, PARAMS, sd) for sd in (0.007, 0.0))
+    told = opened(rounds(shift=0.005, noise=0.001))
+    padded, alone = judged([told], PARAMS), by_rounds(told, PARAMS)
     assert (padded.clear, padded.rounds) == (False, 60)
     assert (alone.clear, alone.rounds) == (True, 20)
     assert alone.ratio.low > 1
     assert padded.ratio.value == pytest.approx(1.005, abs=0.001)
 
 
+def test_openings_that_scatter_are_no_verdict_however_sure_each_is() -> None:
+    """Each opening alone is a verdict, and so would their mean be by what is assumed."""
+    told = [opened(rounds(shift, 0.001, seed=n)) for n, shift in enumerate((0.01, 0.05, 0.09))]
+    assert all(judged([one], PARAMS).clear for one in told[1:])
+    assert not judged(told, PARAMS).clear
+    assert judged(told, PARAMS).rounds == 180
+    assert judged([told[1]] * 3, PARAMS).clear
+
+
 def test_a_clear_answer_that_is_too_wide_does_not_end_the_rounds() -> None:
-    pair = rounds(shift=0.5, noise=0.1)
-    wide = judged(*pair, LOOKS, 60, PARAMS.model_copy(update={"max_width": 0.01}), 0.0)
+    told = opened(rounds(shift=0.5, noise=0.1))
+    wide = by_rounds(told, PARAMS.model_copy(update={"max_width": 0.01}))
     assert (wide.clear, wide.rounds) == (True, 60)
 
 
 def test_too_few_rounds_are_no_verdict() -> None:
-    found = judged(*rounds(shift=0.5, noise=0.001, n=4), (4,), 60, PARAMS, 0.0)
-    assert (found.clear, found.rounds) == (False, 4)
+    told = opened(rounds(shift=0.5, noise=0.001, n=4), (4,))
+    for found in (by_rounds(told, PARAMS), judged([told], PARAMS)):
+        assert (found.clear, found.rounds) == (False, 4)
 
 
 def test_equal_openings_give_a_verdict_by_rounds_alone_as_seldom_as_they_say() -> None:
     """Every look counts, as for one that stops there."""
-    found = [judged(*rounds(0.0, 0.01, seed), LOOKS, 60, PARAMS, 0.0).clear for seed in range(400)]
+    found = [by_rounds(opened(rounds(0.0, 0.01, seed)), PARAMS).clear for seed in range(400)]
     assert 4 <= sum(found) <= 33  # 20, and three standard deviations of a binomial law.
+
+
+def test_equal_engines_whose_openings_scatter_give_a_verdict_as_seldom_as_it_says() -> None:
+    """Ten times as far as is assumed: three openings show that, one can't."""
+    rng = np.random.default_rng(0)
+    trials = [[opened(rounds(rng.normal(0, 0.05), 0.01, 1000 * t + n)) for n in range(3)] for t in range(200)]
+    assert sum(judged(trial, PARAMS).clear for trial in trials) <= 19  # 10, and three standard deviations.
+    assert sum(judged(trial[:1], PARAMS).clear for trial in trials) > 60
 
 
 def busy(seconds: float) -> None:
@@ -57,7 +86,7 @@ def busy(seconds: float) -> None:
         pass
 
 
-QUICK = BenchmarkParams(rounds=8, max_rounds=8, window_ms=3, warmup_ms=5, max_lost=1000, clock="device")
+QUICK = BenchmarkParams(openings=1, rounds=8, max_rounds=8, window_ms=3, warmup_ms=5, max_lost=1000, clock="device")
 
 
 @pytest.mark.parametrize("share", [0.02, 0.5])
@@ -71,20 +100,22 @@ def test_a_difference_planted_on_the_device_is_found_by_its_clock(on_device: Any
 
 
 def test_both_judgements_are_of_the_same_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is told of a trial is what its measurement says, and what it would without `reopen_sd`."""
-    told: list[dict[str, Any]] = []
+    """What is told of a trial is what its measurements say, and what each of them would by its rounds."""
+    told: list[Timings] = []
     whole = Measurement.timings
     monkeypatch.setattr(Measurement, "timings", lambda self: told.append(whole(self)) or told[-1])
-    shares, params = iter([0.0, 0.3] * 3), QUICK.model_copy(update={"clock": "host", "reopen_sd": 0.9})
+    shares, params = iter([0.0, 0.3] * 6), QUICK.model_copy(update={"clock": "host", "reopen_sd": 0.9, "openings": 2})
     tried = Trials(0.0, 3, params, 60.0)
     tried.run(Bed(Path(), lambda: Slowed(Host(), next(shares)), [{}], True), lambda _: None)  # type: ignore[arg-type]
     both, alone = tried.tally(), tried.tally_alone()
     assert both is not None and alone is not None
-    assert both.trials == alone.trials == len(told) == 3
+    assert (both.trials, both.groups, alone.trials, len(told)) == (3, 3, 6, 6)
     assert both.verdicts == 0
-    pairs = [(t["slowed"].medians, t["plain"].medians, t["plain"].looks, t["plain"].horizon) for t in told]
-    assert tried.alone == [judged(*pair, params, 0.0) for pair in pairs]
-    assert alone.verdicts == sum(found.clear for found in tried.alone)
+    assert alone.verdicts == sum(by_rounds(timings, params).clear for timings in told)
+    assert both.rounds == pytest.approx(2 * np.mean([len(t["plain"].medians) for t in told]))
+    # Which of the two is opened first, changes from one pair to the next.
+    ratios = [Opening.of(t, "plain", "slowed").plain().speedup(0.95).value for t in told]
+    assert [ratio > 1 for ratio in ratios] == [True, False, False, True, True, False]
 
 
 class Host:

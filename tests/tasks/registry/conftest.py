@@ -55,7 +55,7 @@ PARAMS: dict[str, Any] = {
         "wide-ort": {"from": "wide-onnx", "backend": "onnxruntime"},
         "thin-ort": {"from": "thin-onnx", "backend": "onnxruntime"},
     },
-    "benchmark": {"batch": 16, "rounds": 20, "max_rounds": 20, "window_ms": 10, "warmup_ms": 100}
+    "benchmark": {"batch": 16, "openings": 1, "rounds": 20, "max_rounds": 20, "window_ms": 10, "warmup_ms": 100}
     | {"max_width": 0.99, "max_lost": 1000, "energy_s": 0.05},
     "gates": {"accuracy_change": {"min": -0.4}, "speedup": {"min": 1.0}},
 }
