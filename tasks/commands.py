@@ -20,7 +20,7 @@ ReopenSd = Annotated[
     float | None,
     typer.Option(
         help="How far two openings of an engine differ (standard deviation of their ratio). "
-        "[default: 0.007, on a GPU 0.034]",
+        "Without it 0.007, on a GPU 0.034.",
         min=0,
         max=0.5,
     ),
