@@ -31,7 +31,7 @@ from tasks.together import Together
 from tasks.workloads.protocol import Arrays
 
 SAMPLES = 64
-# What openings of one ResNet-50 differed by on an H200, as a ratio of two (docs/runs/h200.md).
+# What openings of one ResNet-50 in processes of their own differed by on an H200, as a ratio of two (docs/method.md).
 REOPEN_SD_ON_GPU = 0.034
 
 
