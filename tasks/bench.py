@@ -18,12 +18,12 @@ from tasks.clustered import in_two_lines
 from tasks.data import read
 from tasks.disturbance import governor
 from tasks.engines.protocol import open_engine
-from tasks.errors import Fault
+from tasks.errors import Fault, Unavailable
 from tasks.gates import shown
 from tasks.manifest import Manifest, TensorSpec
 from tasks.monitor import Conditions, Monitor, lines, merged
 from tasks.openings import bounds_of, latency_of
-from tasks.reopening import Plan, again, share
+from tasks.reopening import Plan, Timings, again, share
 from tasks.settings import BenchmarkParams
 from tasks.stats import Interval
 from tasks.timing import Timing
@@ -66,7 +66,8 @@ class BenchReport:
     """Engines timed in common rounds; `confidence` is that of all ratios together.
 
     All were opened as often as each row has timings: ratios allow for openings that differ by `reopen_sd`, or by what
-    they were seen to. `data` is "random", or the name of the file the inputs came from.
+    they were seen to. `data` is "random", or the name of the file the inputs came from. `broken` says why there are
+    fewer openings than were asked for, if one failed.
     """
 
     rows: list[Row]
@@ -76,6 +77,7 @@ class BenchReport:
     confidence: float
     reopen_sd: float
     interrupted: bool
+    broken: str | None
     environment: Environment
 
 
@@ -86,9 +88,9 @@ def bench(
 
     They are opened `params.openings` times, each after the first in a process of its own. `reopen_sd` stands in for the
     one of `params`; see `allowed_for`. An interruption (Ctrl-C) ends the rounds of the first opening, or drops a later
-    one, and what was measured until then is returned. Raises Fault for engines
-    that don't take the same inputs, or not that batch, and for inputs that don't fit them; Unavailable for one that
-    can't run here.
+    one, as does what goes wrong in a later one; what was measured until then is returned. Raises Fault for engines that
+    don't take the same inputs, or not that batch, and for inputs that don't fit them; Unavailable for one that can't
+    run here.
     """
     names = _names(folders)
     described = {name: manifest.read(folder) for name, folder in zip(names, folders, strict=True)}
@@ -99,27 +101,36 @@ def bench(
     params = params.model_copy(update={"reopen_sd": assumed})
     before, interrupted, family = measure.load_average(), False, max(1, len(names) - 1)
     plan = Plan(dict(zip(names, folders, strict=True)), inputs, [share(params)], family)
-    with ExitStack() as stack:
-        sessions = {n: stack.enter_context(open_engine(f)) for n, f in zip(names, folders, strict=True)}
-        watch = stack.enter_context(Monitor([session.device for session in sessions.values()], params))
-        measured = measure.Measurement(sessions, inputs, plan.batches[0], family=family, disturbed=watch.disturbed)
-        try:
-            measured.run()
-        except KeyboardInterrupt:
-            interrupted = True
-        openings, conditions = [measured.timings()], [watch.conditions()]
-    if not interrupted:
-        try:
-            for (timings,), seen in again(plan):
-                openings.append(timings)
-                conditions.append(seen)
-        except KeyboardInterrupt:
-            interrupted = True
-    together = Together(openings, params.confidence, assumed, judged=family)
+    openings, conditions, broken = list[Timings](), list[Conditions](), None
+    try:
+        with ExitStack() as stack:
+            sessions = {n: stack.enter_context(open_engine(f)) for n, f in zip(names, folders, strict=True)}
+            watch = stack.enter_context(Monitor([session.device for session in sessions.values()], params))
+            measured = measure.Measurement(sessions, inputs, plan.batches[0], family=family, disturbed=watch.disturbed)
+            try:
+                measured.run()
+            except KeyboardInterrupt:
+                interrupted = True
+            openings.append(measured.timings())
+            conditions.append(watch.conditions())
+        for (timings,), seen in again(plan) if not interrupted else ():
+            openings.append(timings)
+            conditions.append(seen)
+    except KeyboardInterrupt:
+        if not conditions:
+            raise
+        interrupted = True
+    except (Fault, Unavailable, RuntimeError) as error:
+        if not conditions:
+            raise
+        broken = str(error)
+    together = Together(openings, params.confidence, assumed, n_pairs=family)
     rows = [_row(name, described[name], together, names[0]) for name in names]
     source = data.name if data else "random"
     around = environment((before, measure.load_average()), merged(conditions))
-    return BenchReport(rows, params.batch, params.clock, source, params.confidence, assumed, interrupted, around)
+    return BenchReport(
+        rows, params.batch, params.clock, source, params.confidence, assumed, interrupted, broken, around
+    )
 
 
 def allowed_for(engines: Sequence[Manifest], params: BenchmarkParams, reopen_sd: float | None = None) -> float:
@@ -152,12 +163,17 @@ def show(report: BenchReport, console: Console) -> None:
     console.print(table)
     e, timings = report.environment, report.rows[0].timings
     rounds = " + ".join(str(len(timing.medians)) for timing in timings)
-    opened = "each engine was opened once" if len(timings) == 1 else f"opened {len(timings)} times"
+    seen = "" if len(timings) == 1 else ", or scatter by more in these"
     console.print(
         f"batch {report.batch}, {report.data} inputs, the {report.clock}'s clock, {rounds} rounds"
         f"{', interrupted' if report.interrupted else ''}; speed is the first engine's time over this one's, "
         f"all intervals together at {report.confidence:.0%}, allowing for openings that differ by "
-        f"{report.reopen_sd:.1%} (--reopen-sd): {opened}",
+        f"{report.reopen_sd:.1%} (--reopen-sd){seen}; engines were opened {len(timings)}×",
+        *(
+            [f"a later opening failed, so that there are no more (--openings 1 needs none): {report.broken}"]
+            if report.broken
+            else []
+        ),
         f"{e.target_id} ({e.name}), {e.system}, Python {e.python}",
         *(lines(asdict(e.conditions)) if e.conditions else []),
         sep="\n",

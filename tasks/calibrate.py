@@ -86,24 +86,24 @@ def calibrate(
     """Make all parts within about `budget_s`: `trials` of the same engine twice, `planted` of each difference.
 
     Without `engine`, tiny ones for ONNX Runtime on the CPU are built in `scratch`. Each trial is of so many
-    `openings`. An engine that takes long to open is opened in `anew` pairs at most, and not anew for each trial; for
-    what is planted in `openings` pairs. `reopen_sd` is what trials allow for, by default as `bench` does. An
-    interruption (Ctrl-C) ends it, and what was found until then is returned; `keep` gets that after each part. `clock`
-    is `host` or `device`; Fault is raised if the engine has none of that kind.
+    `openings`. An engine that takes long to open isn't opened anew for each trial, but in `anew` pairs, and in a
+    quarter of that for each difference, or in `openings` if that is more. `reopen_sd` is what trials allow for, by
+    default as `bench` does. An interruption (Ctrl-C) ends it, and what was found until then is returned; `keep` gets
+    that after each part. `clock` is `host` or `device`; Fault is raised if the engine has none of that kind.
     """
     start, load = time.monotonic(), load_average()
     bed = make_bed(engine or tiny_engine(scratch, 256, 4), made=engine is None, clock=clock)
     planted_clock = clock if clock == "host" or spins() else "host"
     described, waited, compared = manifest.read(bed.folder, trusted=False), None, list[beside.Beside]()
-    judged = {"openings": openings, "reopen_sd": allowed_for([described], SAME, reopen_sd)}
-    same_params = SAME.model_copy(update={"clock": clock, **judged})
-    planted_params = PLANTED.model_copy(update={"clock": planted_clock, **judged})
+    opened = {"openings": openings, "reopen_sd": allowed_for([described], SAME, reopen_sd)}
+    same_params = SAME.model_copy(update={"clock": clock, **opened})
+    planted_params = PLANTED.model_copy(update={"clock": planted_clock, **opened})
     commit = git_commit()
     with Monitor((described.device,), SAME) as watch:
-        groups = None if bed.reopen else max(1, anew // openings)
+        groups, few = (None, None) if bed.reopen else (max(1, anew // openings), max(1, anew // openings // 4))
         same = Trials(0.0, trials, same_params, SAME_SHARE * budget_s, watch.disturbed, groups)
         each_s = POWER_SHARE * budget_s / len(DIFFERENCES)
-        power = [Trials(d, planted, planted_params, each_s, watch.disturbed, groups and 1) for d in DIFFERENCES]
+        power = [Trials(d, planted, planted_params, each_s, watch.disturbed, few) for d in DIFFERENCES]
 
         def found(interrupted: bool = True) -> Calibration:
             return Calibration(

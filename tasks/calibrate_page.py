@@ -8,7 +8,7 @@ from tasks import monitor
 from tasks.beside import BARE, NO, OPEN, WITHIN, YES, Beside
 from tasks.calibrate import PLANTED, Calibration
 from tasks.monitor import Conditions
-from tasks.openings import FEWEST
+from tasks.openings import FEWEST, Openings
 from tasks.reopening import share
 from tasks.trials import Tally
 
@@ -55,11 +55,12 @@ def _conditions(found: Conditions | None) -> list[str]:
 
 def _same(found: Calibration) -> list[str]:
     s = share(found.settings)
-    each = "once for each trial, as with `openings: 1`" if s.openings == 1 else f"{s.openings} times for each trial"
-    opened = f"opened {each}, in one process"
+    times = "once" if s.openings == 1 else f"{s.openings} times"
+    opened = f"opened {times} for each trial, in one process"
     if not found.reopened and found.same:
         groups, trials = found.same.groups, found.same.trials
-        opened += f"; since that takes long, {trials / groups:.3g} trials have each {s.openings} in common"
+        opened = f"opened {times}, in one process, for each of {groups} groups of trials ({trials / groups:.3g} in the "
+        opened += "mean), since that takes long"
     lines = [
         "## The same engine twice",
         "",
@@ -77,8 +78,8 @@ def _same(found: Calibration) -> list[str]:
     told = f"At most {ALLOWED:.0%}: {_limit(found.same)}."
     if not found.reopened:
         told = (
-            "What openings differ by is in all trials that have them in common: these count as one. Verdicts came up "
-            f"in {found.same.told} of {found.same.groups} such groups as a benchmark judges, in {found.alone.told} of "
+            "Trials of a group share what its openings differ by: a group counts as one. Verdicts came up in "
+            f"{found.same.told} of {found.same.groups} groups as a benchmark judges, in {found.alone.told} of "
             f"{found.alone.groups} pairs of openings by their rounds alone. {told}"
         )
     return [
@@ -122,10 +123,21 @@ def _openings(found: Calibration) -> list[str]:
         f"The ratio of one engine's latencies in two openings in one process differs from 1 by {o.sd.value:.2%} "
         f"[{o.sd.low:.2%}, {o.sd.high:.2%}] (standard deviation, interval at 95 %), beyond the {o.noise:.2%} of "
         f"noise that their rounds tell (standard error, median): {o.trials} pairs of openings. This "
-        f"is what `benchmark.reopen_sd` stands for; {assumed:.1%}, assumed here, {covered} for this engine"
-        + ("." if found.settings.openings == 1 else ", but for what several openings show themselves."),
+        f"is what `benchmark.reopen_sd` stands for; {assumed:.1%}, assumed here, {covered} for this engine."
+        + _beyond(found, o),
         "",
     ]
+
+
+def _beyond(found: Calibration, seen: Openings) -> str:
+    """What follows where openings differ by much more, or less, than is assumed."""
+    if seen.sd.low > found.settings.reopen_sd and found.settings.openings > 1:
+        return " Several openings show by themselves that they scatter, and intervals allow for that."
+    if seen.sd.high < found.settings.reopen_sd / 3:
+        return (
+            " So much is allowed for that no trial could give a false verdict here, and no small difference is found."
+        )
+    return ""
 
 
 def _seen(openings: int) -> str:
@@ -151,6 +163,9 @@ def _power(found: Calibration) -> list[str]:
         f"of {s.window_ms:g} ms, a third of a benchmark's, so that a benchmark finds rather more.",
         "",
     ]
+    if not found.reopened and found.power:
+        groups = max(tally.groups for tally in found.power)
+        lines[-1:] = [f"Those of a difference are of {groups} groups of openings, at most; a group counts as one.", ""]
     rows = {f"{tally.planted:.0%}": tally for tally in found.power}
     told = _table(f"planted, the {found.planted_clock}'s clock", rows, "found") if rows else ["Not reached."]
     return [*lines, *told, ""]

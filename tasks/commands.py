@@ -49,6 +49,8 @@ def bench(
     module.show(report, _console())
     if json:
         write_json(json, report)
+    if report.broken:
+        raise typer.Exit(1)
 
 
 def calibrate(
@@ -59,7 +61,12 @@ def calibrate(
     engine: Annotated[Path | None, typer.Option(help="An engine's folder; a tiny one is made without.")] = None,
     openings: Openings = 3,
     anew: Annotated[
-        int, typer.Option(help="Pairs of openings for all trials, if opening takes over 0.1 s.", min=5)
+        int,
+        typer.Option(
+            help="If opening takes over 0.1 s: pairs of openings that the trials of the same engine twice share, those "
+            "of each difference a quarter of it.",
+            min=5,
+        ),
     ] = 36,
     reopen_sd: ReopenSd = None,
     clock: Clock = "host",
@@ -67,7 +74,7 @@ def calibrate(
         Path | None, typer.Option(help="Write the page to this file after each part; it is printed too.")
     ] = None,
 ) -> None:
-    """Show on this machine how often the measurement errs, and what it finds. Ctrl-C keeps what is done."""
+    """Show on this machine how often the measurement errs, and what it finds. Ctrl-C keeps whole trials."""
     _check_clock(clock)
     from tasks import calibrate as module
     from tasks import calibrate_page

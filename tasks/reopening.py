@@ -48,6 +48,7 @@ def opened(plan: Plan) -> Opened:
     with ExitStack() as stack:
         order = reversed(plan.folders.items()) if plan.turned else plan.folders.items()
         sessions = {name: stack.enter_context(open_engine(folder)) for name, folder in order}
+        sessions = {name: sessions[name] for name in plan.folders}
         inputs = measure.inputs_of(sessions[next(iter(plan.folders))].inputs, samples, plan.batches[0].length)
         watch = stack.enter_context(Monitor([session.device for session in sessions.values()], plan.batches[0]))
         return timed(plan, sessions, inputs, watch), watch.conditions()
@@ -109,22 +110,23 @@ def _apart(plan: Plan) -> Opened:
     context = get_context("spawn")
     answer, question = context.Pipe(duplex=False)
     child = context.Process(target=_answer, args=(question, os.getpid(), plan))
-    child.start()
-    question.close()
     try:
+        child.start()
+        question.close()
         found: Opened | Exception = answer.recv()
         child.join(LEAVING_S)
-    except EOFError:
-        child.join()
+    except (EOFError, BrokenPipeError):
+        child.join(LEAVING_S)
         raise Fault(
             f"a process that opened {', '.join(folder.name for folder in plan.folders.values())} again died",
             got=f"status {child.exitcode}",
-            expected=f"{plan.batches[0].openings} openings (benchmark.openings)",
-            do="see the log for what it said last; memory may have run out",
+            expected=f"{plan.batches[0].openings} openings, each in a process of its own",
+            do="see what it said last; memory may have run out; a GPU for one process at a time needs one opening",
         ) from None
     finally:
-        child.kill()
-        child.join()
+        if child.pid:
+            child.kill()
+            child.join()
     if isinstance(found, Exception):
         raise found
     return found

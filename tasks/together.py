@@ -19,7 +19,7 @@ AS_FAST = 1.05
 class Together:
     """The timings by name of each opening, if any; speed-ups hold with `confidence` for all pairs together.
 
-    Where fewer pairs than all are of interest, `judged` is their number.
+    Where fewer pairs than all are of interest, `n_pairs` is their number.
     They allow for `reopen_sd`, or for what the two engines' openings scatter by (`scatter.in_series`) if that is more.
     """
 
@@ -27,7 +27,7 @@ class Together:
     confidence: float = 0.95
     reopen_sd: float = 0.0
     scatter: Scatter | None = None
-    judged: int | None = None
+    n_pairs: int | None = None
 
     @property
     def names(self) -> frozenset[str]:
@@ -37,7 +37,7 @@ class Together:
     @property
     def family(self) -> int:
         """How many pairs are judged together: all, if any of them may turn out the fastest."""
-        return self.judged or pairs(len(self.names))
+        return self.n_pairs or pairs(len(self.names))
 
     def unusable(self, name: str) -> str | None:
         """Why nothing may be concluded of a timed engine, or None: rounds disturbed or too few, or unsettled."""

@@ -26,6 +26,7 @@ from tasks.workloads.protocol import Arrays
 QUICK_OPEN_S = 0.1
 PLAIN, SLOWED = "plain", "slowed"
 Tell = Callable[[str], None]
+Trial = tuple[Timings, ...]
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ class Trials:
     """Measurements of an engine against itself, one of the two slowed by `planted`; they can be broken off.
 
     Each is of `params.openings` pairs of sessions. Every one has pairs of its own; or, where `groups` is given, shares
-    them with the others of its group, so that all trials take no more than that many times as many pairs.
+    them with the others of its group, so that all trials take no more than that many times as many pairs. `made` holds
+    the timings by group, pair and measurement; a trial is what the pairs of a group gave at the same place.
     """
 
     planted: float
@@ -113,6 +115,9 @@ class Trials:
         start, each = time.monotonic(), self.params.openings
         groups = min(self.groups or self.asked, self.asked)
         for group in range(groups):
+            taken = time.monotonic() - start
+            if group and taken * (group + 1) / group > self.seconds:
+                break
             self.made.append([])
             wanted = math.ceil((self.asked - self.trials) / (groups - group))
             for opening in range(each):
@@ -120,9 +125,8 @@ class Trials:
                 until = start + self.seconds * (group * each + opening + 1) / (groups * each)
                 self.made[-1].append([])
                 self._pair(bed, opening, wanted, until)
+                wanted = len(self.made[-1][-1])
             taken = time.monotonic() - start
-            if taken > self.seconds:
-                break
             if (group + 1) % max(1, groups // 20) == 0:
                 left = min(taken / (group + 1) * (groups - group - 1), self.seconds - taken)
                 tell(f"{self.named}: {self.trials} of {self.asked}, about {left:.0f} s left of this part")
@@ -146,7 +150,7 @@ class Trials:
         """How many were made whole."""
         return sum(len(group) for group in self._whole())
 
-    def _whole(self) -> list[list[tuple[Timings, ...]]]:
+    def _whole(self) -> list[list[Trial]]:
         """By group, the trials that all of their openings were made for: the timings of each opening."""
         full = [group for group in self.made if len(group) == self.params.openings]
         return [whole for group in full if (whole := list(zip(*group, strict=False)))]
@@ -163,34 +167,33 @@ class Trials:
 
     def tally(self) -> Tally | None:
         """The trials made so far, judged as a benchmark does; None if there were none."""
-        return self._tally([[judged(trial, self.params) for trial in group] for group in self._whole()], self.asked)
+        return self._tally(self._whole(), lambda trial: judged(trial, self.params), self.asked)
 
     def tally_alone(self) -> Tally | None:
         """The openings of these trials, each judged by its rounds alone."""
-        pairs = [[trial[n] for trial in group] for group in self._whole() for n in range(self.params.openings)]
-        asked = self.asked * self.params.openings
-        return self._tally([[by_rounds(timings, self.params) for timings in pair] for pair in pairs], asked)
+        n = self.params.openings
+        pairs = [[trial[place : place + 1] for trial in group] for group in self._whole() for place in range(n)]
+        return self._tally(pairs, lambda trial: by_rounds(trial[0], self.params), self.asked * n)
 
-    def _tally(self, groups: list[list[Judged]], asked: int) -> Tally | None:
+    def _tally(self, groups: list[list[Trial]], judge: Callable[[Trial], Judged], asked: int) -> Tally | None:
         if not groups:
             return None
-        right = [[self._right(found) for found in group] for group in groups]
-        of = [found for group in groups for found in group]
+        told = [[judge(trial) for trial in group] for group in groups]
+        right = [[self._right(found) for found in group] for group in told]
         shares = np.array([np.mean(group) for group in right], float)
-        single = self.groups == 1 and len(groups) == 1
-        trials = [trial for group in self._whole() for trial in group]
+        timings = [[t for opening in trial for t in opening.values()] for group in groups for trial in group]
         return Tally(
             planted=self.planted,
             asked=asked,
-            trials=len(of),
+            trials=len(timings),
             verdicts=sum(map(sum, right)),
             groups=len(groups),
             told=int((shares > 0).sum()),
-            share=mean_score(np.array(right[0], float) if single else shares, 0.95),
-            ratio=float(np.median([found.ratio.value for found in of])),
-            rounds=float(np.mean([found.rounds for found in of])),
-            busy=sum(any(opening[PLAIN].busy for opening in trial) for trial in trials),
-            discarded=sum(sum(t.discarded.values()) for trial in trials for opening in trial for t in opening.values()),
+            share=mean_score(shares, 0.95),
+            ratio=float(np.median([found.ratio.value for group in told for found in group])),
+            rounds=float(np.mean([found.rounds for group in told for found in group])),
+            busy=sum(any(t.busy for t in trial) for trial in timings),
+            discarded=sum(sum(t.discarded.values()) for trial in timings for t in trial),
         )
 
     def _measured(self, bed: Bed, pair: tuple[Session, Session]) -> Timings:

@@ -197,31 +197,57 @@ def artifacts(artifact: Any) -> list[Path]:
     return [artifact("base-eager"), artifact("base-ort")]
 
 
-def test_engines_are_opened_anew_in_processes_of_their_own(artifacts: list[Path], params: Any, capsys: Any) -> None:
-    report = bench(artifacts, None, params(openings=3))
-    assert [len(row.timings) for row in report.rows] == [3, 3]
+def test_engines_are_opened_anew_in_processes_of_their_own(
+    artifacts: list[Path], params: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[reopening.Plan] = []
+    monkeypatch.setattr(reopening, "_apart", lambda plan, whole=reopening._apart: told.append(plan) or whole(plan))
+    monkeypatch.setattr(reopening, "opened", lambda plan: pytest.fail("opened here"))
+    report = bench(artifacts, None, params(openings=2))
+    assert [plan.turned for plan in told] == [True]
+    assert (report.broken, [len(row.timings) for row in report.rows]) == (None, [2, 2])
     first, second = report.rows
-    assert len({timing.medians for timing in first.timings}) == 3
+    assert len({timing.medians for timing in first.timings}) == 2
     openings = [{"first": a, "other": b} for a, b in zip(first.timings, second.timings, strict=True)]
     assert second.ratio == Together(openings, 0.95, 0.007).gain("other", "first")
     assert report.environment.conditions is not None
     show(report, Console(width=160))
     printed = " ".join(capsys.readouterr().out.split())
-    assert "opened 3 times" in printed and "the host's clock, 8 + 8 + 8 rounds" in printed
+    assert "engines were opened 2×" in printed and "or scatter by more in these" in printed
 
 
-def test_an_interruption_drops_the_opening_it_comes_in_and_keeps_the_others(
-    artifacts: list[Path], params: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("ending", "broken"),
+    [(KeyboardInterrupt(), None), (Fault("it died", got="status 9", expected="0", do="look"), "it died")],
+)
+def test_what_ends_a_later_opening_drops_it_and_keeps_the_others(
+    engines: dict[str, Path],
+    params: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+    ending: BaseException,
+    broken: str | None,
 ) -> None:
-    apart, opened = reopening._apart, []
+    def apart(plan: reopening.Plan) -> reopening.Opened:
+        if plan.turned:
+            return reopening.opened(plan)
+        raise ending
 
-    def interrupted(plan: reopening.Plan) -> reopening.Opened:
-        opened.append(plan)
-        if len(opened) == 2:
-            raise KeyboardInterrupt
-        return apart(plan)
-
-    monkeypatch.setattr(reopening, "_apart", interrupted)
-    report = bench(artifacts, None, params(openings=3))
-    assert report.interrupted
+    monkeypatch.setattr(reopening, "_apart", apart)
+    report = bench([engines["small"], engines["deep"]], None, params(openings=3))
     assert [len(row.timings) for row in report.rows] == [2, 2]
+    assert report.interrupted == (broken is None)
+    show(report, Console(width=160))
+    printed = capsys.readouterr().out
+    assert ("a later opening failed" in printed) == bool(broken)
+    assert (broken or "interrupted") in printed
+
+
+def test_what_is_wrong_with_the_first_opening_is_raised(
+    engines: dict[str, Path], params: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure.Measurement, "round", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        bench([engines["small"]], None, params())
+    with pytest.raises(Fault, match="device needs engines that run on a GPU"):
+        bench([engines["small"]], None, params(clock="device"))

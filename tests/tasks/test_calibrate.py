@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,22 +88,44 @@ def test_sessions_are_opened_anew_for_each_trial_or_for_a_group(
         assert found.trials == pairs and found.sd.low <= found.sd.value <= found.sd.high
 
 
-def test_trials_of_the_same_openings_count_as_one() -> None:
-    trials = Trials(0.0, 6, QUICK, 60.0, groups=2)
+def test_trials_of_the_same_openings_count_as_one(bed: Any) -> None:
+    trials = Trials(0.0, 200, QUICK, 60.0, groups=2)
+    with bed.open() as one, bed.open() as other:
+        timings = trials._measured(bed, (one, other))
     yes, no = Judged(True, Interval(1.1, 1.05, 1.15), 8), Judged(False, Interval(1.0, 0.95, 1.05), 8)
-    tally = trials._tally([[yes] * 3, [no] * 3], 6)
-    assert tally and (tally.verdicts, tally.told, tally.groups, tally.share.value) == (3, 1, 2, 0.5)
-    trials.groups = 1
-    once = trials._tally([[yes] * 3 + [no] * 3], 6)
-    assert once and once.share.high < tally.share.high
+    verdicts = iter([yes] * 3 + [no] * 3)
+    tally = trials._tally([[(timings,)] * 3] * 2, lambda _: next(verdicts), 200)
+    assert tally and (tally.trials, tally.verdicts, tally.told, tally.groups, tally.share.value) == (6, 3, 1, 2, 0.5)
+    once = trials._tally([[(timings,)] * 200], lambda _: no, 200)
+    assert once and (once.trials, once.groups, once.verdicts) == (200, 1, 0)
+    assert once.share.high > 0.7
 
 
-def test_a_pair_of_openings_that_takes_long_leaves_time_to_the_others(bed: Any) -> None:
-    """All are measured once at least: what was begun is a trial, and no more are begun."""
-    trials = Trials(0.0, 50, QUICK.model_copy(update={"openings": 3}), 0.0, groups=5)
-    trials.run(bed, lambda _: None)
-    assert [len(told) for group in trials.made for told in group] == [1, 1, 1]
+class Slow:
+    """A bed whose first session takes long to open."""
+
+    def __init__(self, bed: Bed) -> None:
+        self.whole, self.opened = bed.open, 0
+
+    def __call__(self) -> Any:
+        self.opened += 1
+        if self.opened == 1:
+            time.sleep(1.0)
+        return self.whole()
+
+
+def test_what_a_pair_of_openings_takes_is_shared_out(bed: Any) -> None:
+    """The first pair takes more than its share, and has one measurement; those after it have no more to go with it."""
+    trials = Trials(0.0, 50, QUICK.model_copy(update={"openings": 3}), 2.9, groups=1)
+    trials.run(replace(bed, open=Slow(bed)), lambda _: None)
+    assert [len(told) for told in trials.made[0]] == [1, 1, 1]
     assert trials.trials == 1
+
+
+def test_no_group_is_begun_that_the_time_does_not_hold(bed: Any) -> None:
+    trials = Trials(0.0, 50, QUICK.model_copy(update={"openings": 3}), 1.5, groups=5)
+    trials.run(replace(bed, open=Slow(bed)), lambda _: None)
+    assert len(trials.made) == 1
 
 
 def test_an_interrupted_trial_does_not_count(bed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,8 +230,8 @@ def test_the_page_has_the_same_trials_by_their_rounds_alone(tmp_path: Path, quic
     differ = replace(TALLY, verdicts=60, share=Interval(0.3, 0.24, 0.37), groups=36, told=4)
     once = page(replace(found, same=replace(TALLY, groups=12, told=0), alone=differ, reopened=False))
     assert "By the rounds alone, at most 5%: DOES NOT HOLD: the two openings differ by more than the rounds'" in once
-    assert "since that takes long, 16.7 trials have each 3 in common" in once
-    assert "Verdicts came up in 0 of 12 such groups as a benchmark judges, in 4 of 36 pairs of openings" in once
+    assert "opened 3 times, in one process, for each of 12 groups of trials (16.7 in the mean)" in once
+    assert "Verdicts came up in 0 of 12 groups as a benchmark judges, in 4 of 36 pairs of openings" in once
     assert "At most 5%: 12 groups of trials are too few to say" in once
     assert "At most 5%: holds." in text
 
@@ -261,7 +284,12 @@ def test_what_was_not_reached_is_said(tmp_path: Path, quick: None) -> None:
 
 @pytest.mark.parametrize(
     ("low", "high", "told"),
-    [(0.001, 0.006, "is enough"), (0.004, 0.02, "may be too little"), (0.01, 0.03, "is TOO LITTLE")],
+    [
+        (0.0005, 0.002, "is enough for this engine. So much is allowed for that no trial could give a false verdict"),
+        (0.001, 0.006, "is enough for this engine.\n"),
+        (0.004, 0.02, "may be too little for this engine.\n"),
+        (0.01, 0.03, "is TOO LITTLE for this engine. Several openings show by themselves that they scatter"),
+    ],
 )
 def test_the_page_holds_the_openings_against_what_is_assumed(
     tmp_path: Path, quick: None, low: float, high: float, told: str
@@ -269,7 +297,7 @@ def test_the_page_holds_the_openings_against_what_is_assumed(
     bare = calibrate(1, 1, None, 0.1, tmp_path, lambda _: None)
     text = page(replace(bare, openings=Openings(Interval((low + high) / 2, low, high), 0.002, 12)))
     assert f"[{low:.2%}, {high:.2%}]" in text
-    assert f"0.7%, assumed here, {told} for this engine" in text
+    assert f"0.7%, assumed here, {told}" in text
 
 
 def test_an_engine_slow_to_open_is_opened_anew_for_several_trials(
@@ -282,7 +310,8 @@ def test_an_engine_slow_to_open_is_opened_anew_for_several_trials(
     assert found.same is not None and (found.same.trials, found.same.groups) == (10, 5)
     assert found.openings is not None and found.openings.trials == 10
     text = page(found)
-    assert "2 trials have each 2 in common" in text and "5 groups of trials are too few to say" in text
+    assert "for each of 5 groups of trials (2 in the mean)" in text and "5 groups of trials are too few" in text
+    assert "Those of a difference are of 1 groups of openings, at most" in text
 
 
 @pytest.mark.parametrize(("asked", "allowed"), [(None, 0.007), (0.02, 0.02)])
@@ -307,6 +336,7 @@ def test_the_command_writes_its_page(
 ) -> None:
     out = tmp_path / "page.md"
     asked = ["--trials", "1", "--planted", "1", "--budget-s", "1", "--write", str(out)]
+    asked += ["--openings", "2", "--reopen-sd", "0.02"]
     monkeypatch.setattr(sys, "argv", ["tasks", "calibrate", *asked])
     monkeypatch.setattr(command.signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit) as exited:
@@ -314,4 +344,5 @@ def test_the_command_writes_its_page(
     printed = capsys.readouterr()
     assert not exited.value.code
     assert printed.out == out.read_text()
+    assert "The two are opened 2 times for each trial" in printed.out and "differ by 2.0%" in printed.out
     assert printed.err.startswith("other timers beside ours\n")

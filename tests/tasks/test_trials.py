@@ -13,7 +13,7 @@ from tasks.measure import Measurement
 from tasks.planted import Slowed
 from tasks.reopening import Timings
 from tasks.settings import BenchmarkParams
-from tasks.timing import Opening, Timing
+from tasks.timing import Opening, Timing, over
 from tasks.trials import Bed, Trials, by_rounds, judged
 
 PARAMS = BenchmarkParams(openings=1)
@@ -47,8 +47,9 @@ def test_openings_that_differ_are_a_verdict_of_the_rounds_alone() -> None:
 
 def test_openings_that_scatter_are_no_verdict_however_sure_each_is() -> None:
     """Each opening alone is a verdict, and so would their mean be by what is assumed."""
-    told = [opened(rounds(shift, 0.001, seed=n)) for n, shift in enumerate((0.01, 0.05, 0.09))]
-    assert all(judged([one], PARAMS).clear for one in told[1:])
+    told = [opened(rounds(shift, 0.001, seed=n)) for n, shift in enumerate((0.02, 0.06, 0.1))]
+    assert all(judged([one], PARAMS).clear for one in told)
+    assert over([Opening.of(one, "plain", "slowed") for one in told], 0.95, 1, PARAMS.reopen_sd).low > 1
     assert not judged(told, PARAMS).clear
     assert judged(told, PARAMS).rounds == 180
     assert judged([told[1]] * 3, PARAMS).clear
