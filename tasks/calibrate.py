@@ -23,10 +23,10 @@ from tasks.trials import Tally, Tell, Trials, make_bed
 
 DIFFERENCES = (0.02, 0.05, 0.10)
 EARLY_MS = 5.0
-# Openings and rounds are those of a benchmark by default; windows are shorter, so that many trials fit in.
-SAME = BenchmarkParams(window_ms=5, warmup_ms=10)
-PLANTED = BenchmarkParams(window_ms=20, warmup_ms=20)
-SAME_SHARE, POWER_SHARE, BESIDE_SHARE = 0.5, 0.37, 0.08
+# Openings and rounds are those of `bench` by default; windows are shorter, so that many trials fit in.
+SAME = BenchmarkParams(openings=5, window_ms=5, warmup_ms=10)
+PLANTED = BenchmarkParams(openings=5, window_ms=20, warmup_ms=20)
+SAME_SHARE, POWER_SHARE, BESIDE_SHARE = 0.56, 0.32, 0.08
 TOLD = ("torch", "onnxruntime", "tensorrt", "tensorrt_rtx")
 
 
@@ -46,7 +46,7 @@ class Calibration:
     `settings` are those that the same engine was timed with: each trial is of so many `openings`, which allow for
     `reopen_sd`. `reopened` says that each has openings of its own, so that what differs between two, such as where
     memory lies, counts as chance. `openings` is how much that is. `planted_clock` is that of what is planted: the one
-    of `settings`, or the host's where PyTorch reaches no GPU. `same` and `alone` are of the same trials: as a benchmark
+    of `settings`, or the host's where PyTorch reaches no GPU. `same` and `alone` are of the same trials: as `bench`
     judges, and opening by opening by their rounds alone. `libraries` are the versions of those that were imported.
     """
 

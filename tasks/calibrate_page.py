@@ -74,12 +74,12 @@ def _same(found: Calibration) -> list[str]:
     ]
     if found.same is None or found.alone is None:
         return [*lines, "Not reached.", ""]
-    rows = {"as a benchmark judges": found.same, "each opening by its rounds alone": found.alone}
+    rows = {"as `bench` judges": found.same, "each opening by its rounds alone": found.alone}
     told = f"At most {ALLOWED:.0%}: {_limit(found.same)}."
     if not found.reopened:
         told = (
             "Trials of a group share what its openings differ by: a group counts as one. Verdicts came up in "
-            f"{found.same.told} of {found.same.groups} groups as a benchmark judges, in {found.alone.told} of "
+            f"{found.same.told} of {found.same.groups} groups as `bench` judges, in {found.alone.told} of "
             f"{found.alone.groups} pairs of openings by their rounds alone. {told}"
         )
     return [
@@ -160,7 +160,7 @@ def _power(found: Calibration) -> list[str]:
         "## Planted differences",
         "",
         f"{how} The share of measurements that find it slower: {s.rounds} to {s.max_rounds} rounds an opening, windows "
-        f"of {s.window_ms:g} ms, a third of a benchmark's, so that a benchmark finds rather more.",
+        f"of {s.window_ms:g} ms, a third of those of `bench`, which finds rather more.",
         "",
     ]
     if not found.reopened and found.power:

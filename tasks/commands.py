@@ -15,7 +15,7 @@ from tasks.files import atomic, read_json, write_json
 from tasks.settings import BenchmarkParams
 
 Clock = Annotated[str, typer.Option(help="host: a call as seen from here; device: the GPU's own time.")]
-Openings = Annotated[int, typer.Option(help="Times that each measurement opens its engines.", min=1, max=20)]
+Openings = Annotated[int, typer.Option(help="Times that each comparison opens its engines.", min=1, max=20)]
 ReopenSd = Annotated[
     float | None,
     typer.Option(
@@ -34,7 +34,7 @@ def bench(
     length: Annotated[int | None, typer.Option(help="Entries along a dynamic axis.", min=1)] = None,
     budget_s: Annotated[float, typer.Option(help="Seconds for each engine after the first.", min=0.1)] = 8.0,
     clock: Clock = "host",
-    openings: Openings = 3,
+    openings: Openings = 5,
     reopen_sd: ReopenSd = None,
     json: Annotated[Path | None, typer.Option(help="Write the report to this file as well.")] = None,
 ) -> None:
@@ -57,9 +57,9 @@ def calibrate(
     trials: Annotated[int, typer.Option(help="Measurements of the same engine twice.", min=1)] = 200,
     planted: Annotated[int, typer.Option(help="Measurements of each planted difference.", min=1)] = 40,
     quick: Annotated[bool, typer.Option("--quick", help="20 trials, 5 of each difference, one minute.")] = False,
-    budget_s: Annotated[float, typer.Option(help="Seconds for all; parts that take longer make fewer.", min=1)] = 540,
+    budget_s: Annotated[float, typer.Option(help="Seconds for all; parts that take longer make fewer.", min=1)] = 580,
     engine: Annotated[Path | None, typer.Option(help="An engine's folder; a tiny one is made without.")] = None,
-    openings: Openings = 3,
+    openings: Openings = 5,
     anew: Annotated[
         int,
         typer.Option(

@@ -166,7 +166,7 @@ class Trials:
         return spread([ratio for ratio, _ in pairs], [error for _, error in pairs])
 
     def tally(self) -> Tally | None:
-        """The trials made so far, judged as a benchmark does; None if there were none."""
+        """The trials made so far, judged as `bench` does; None if there were none."""
         return self._tally(self._whole(), lambda trial: judged(trial, self.params), self.asked)
 
     def tally_alone(self) -> Tally | None:

@@ -202,7 +202,7 @@ def test_the_page_says_whether_the_limit_holds(tmp_path: Path, quick: None) -> N
     found = calibrate(1, 1, None, 2.0, tmp_path, lambda _: None)
     text = page(replace(found, same=TALLY))
     assert text.startswith(f"# Calibration of {fingerprint().id}\n")
-    assert "| as a benchmark judges | 200 | 6 | 3.0% [1.4%, 6.4%] | 1.0000 | 58.0 | 12 |" in text
+    assert "| as `bench` judges | 200 | 6 | 3.0% [1.4%, 6.4%] | 1.0000 | 58.0 | 12 |" in text
     assert "At most 5%: holds." in text
     assert str(tmp_path) not in text
     many = replace(TALLY, verdicts=20, share=Interval(0.1, 0.07, 0.15), trials=150)
@@ -222,16 +222,16 @@ def test_the_page_says_whether_the_limit_holds(tmp_path: Path, quick: None) -> N
 
 def test_the_page_has_the_same_trials_by_their_rounds_alone(tmp_path: Path, quick: None) -> None:
     found = calibrate(1, 1, None, 2.0, tmp_path, lambda _: None)
-    assert found.alone is not None and found.alone.trials == 3
+    assert found.alone is not None and found.alone.trials == 5
     text = page(replace(found, same=TALLY, alone=TALLY))
     assert "| each opening by its rounds alone | 200 | 6 | 3.0% [1.4%, 6.4%] | 1.0000 | 58.0 | 12 |" in text
     assert "By the rounds alone, at most 5%: holds." in text
-    assert "with nothing allowed for others" in text and "The two are opened 3 times for each trial" in text
+    assert "with nothing allowed for others" in text and "The two are opened 5 times for each trial" in text
     differ = replace(TALLY, verdicts=60, share=Interval(0.3, 0.24, 0.37), groups=36, told=4)
     once = page(replace(found, same=replace(TALLY, groups=12, told=0), alone=differ, reopened=False))
     assert "By the rounds alone, at most 5%: DOES NOT HOLD: the two openings differ by more than the rounds'" in once
-    assert "opened 3 times, in one process, for each of 12 groups of trials (16.7 in the mean)" in once
-    assert "Verdicts came up in 0 of 12 groups as a benchmark judges, in 4 of 36 pairs of openings" in once
+    assert "opened 5 times, in one process, for each of 12 groups of trials (16.7 in the mean)" in once
+    assert "Verdicts came up in 0 of 12 groups as `bench` judges, in 4 of 36 pairs of openings" in once
     assert "At most 5%: 12 groups of trials are too few to say" in once
     assert "At most 5%: holds." in text
 
@@ -277,7 +277,7 @@ def test_the_page_says_what_is_within_and_which_timer_there_is_not(tmp_path: Pat
 
 def test_what_was_not_reached_is_said(tmp_path: Path, quick: None) -> None:
     bare = calibrate(1, 1, None, 0.1, tmp_path, lambda _: None)
-    text = page(replace(bare, same=None, power=[], early=None, beside=[], interrupted=True))
+    text = page(replace(bare, same=None, openings=None, power=[], early=None, beside=[], interrupted=True))
     assert text.count("Not reached.") == 4
     assert "Not reached: 5 openings are needed." in text
 
